@@ -98,6 +98,30 @@ def pool() -> str:
     return table(heads, rows)
 
 
+def budgets() -> str:
+    """Accuracy by which limits a search has, and how high they are."""
+    found = read("search-budgets.json")
+    shares = sorted({x["share"] for cell in found["cells"] for x in cell["lines"]} - {None})
+    heads = ("width", "method", "limits", "lead", *(f"{share:g} times the mean" for share in shares),
+             "tokens at 1", "KV at 1", "model seconds at 1")  # fmt: skip
+    short, rows = {"generated": "tokens", "kv_tokens": "KV", "seconds": "seconds"}, []
+    for cell in sorted(found["cells"], key=lambda cell: int(cell["width"])):
+        by = {(x["share"], tuple(x["limits"]), x["lead"]): x for x in cell["lines"]}
+        for limits, lead in dict.fromkeys((tuple(x["limits"]), x["lead"]) for x in cell["lines"]):
+            if lead and 0 < len(limits) < 3:
+                continue  # as with all three
+            told = by.get((1.0, limits, lead)) or by[None, limits, lead]
+            at = [by.get((share, limits, lead)) or by.get((None, limits, lead)) for share in shares]
+            own = at if limits else at[:1]
+            shown = ["" if x is None else f"{x['accuracy']:.3f} ± {x['interval']:.3f}" for x in own]
+            rows.append(
+                (str(cell["width"]), cell["method"], ", ".join(short[name] for name in limits) or "none",
+                 {False: "", True: "certain", 0.95: "0.95"}[lead], *shown, *[""] * (len(shares) - len(shown)),
+                 f"{told['generated']:,.0f}", f"{told['kv_tokens']:,.0f}", f"{told['seconds']:.3f}")
+            )  # fmt: skip
+    return table(heads, rows)
+
+
 def policy_trees() -> str:
     """Trees with the process model that learned exact labels, beside best-of-n with the same one."""
     heads = (
@@ -185,8 +209,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     tables = [
-        accuracy(), pool(), throughput(read("search_throughput.json")), programmes(), lanes(), policy_trees(),
-        policy_pools(), policy_judges(), policy_times(),
+        accuracy(), pool(), budgets(), throughput(read("search_throughput.json")), programmes(), lanes(),
+        policy_trees(), policy_pools(), policy_judges(), policy_times(),
     ]  # fmt: skip
     if args.write:
         page = PAGE.read_text()

@@ -21,6 +21,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -29,6 +30,7 @@ from plaudit.search.backends.cluster import by_key
 from plaudit.search.drivers.driver import Driver
 from plaudit.search.drivers.methods import new_driver
 from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.tree.costs import Costs
 from plaudit.search.tree.tree import Node, Tree
 
 STEP_TOKENS, PROMPT_TOKENS = 8, 24
@@ -108,14 +110,22 @@ class World:
 
 
 def search(
-    world: World, table: SearchRuleTable, budget: BudgetTable | None = None, rule: Callable[..., Any] | None = None
-) -> Driver:
-    """One question, searched to its end as `Runner` does it. The right answer is 0."""
+    world: World, table: SearchRuleTable, budget: BudgetTable | None = None, rule: Callable[..., Any] | None = None,
+    clock: Callable[[Costs], float] | None = None, on_round: Callable[[Driver], None] = lambda _: None,
+) -> Driver:  # fmt: skip
+    """One question, searched to its end as `Runner` does it. The right answer is 0. `clock` gives the seconds that its
+    costs have taken; `on_round` sees it before every round, and when it is over."""
     driver = new_driver(Tree("", PROMPT), table, budget or BudgetTable(), READING, "1")
     if rule is not None:
         driver.rule = rule  # type: ignore[attr-defined]
+    if clock is not None:
+        driver.clock = partial(clock, driver.costs)
     tree, states = driver.tree, [world.root]
-    while expansions := driver.expansions():
+    while True:
+        expansions = driver.expansions()
+        on_round(driver)
+        if not expansions:
+            return driver
         nodes: list[Node] = []
         for expand in expansions:
             before = tree.drawn(expand.node)
@@ -135,7 +145,6 @@ def search(
             for node, number in zip(nodes, by_key([node.text for node in nodes]), strict=True):
                 node.cluster = number
         driver.take(nodes)
-    return driver
 
 
 def _draws(key: bytes, place: int) -> tuple[float, float, float]:

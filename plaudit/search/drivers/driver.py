@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plaudit.config.search import BudgetTable, SearchRuleTable
@@ -23,9 +23,12 @@ class Expand:
 
 
 class Driver(ABC):
-    """needs_clusters  whether nodes must have their cluster before `choose`"""
+    """needs_clusters  whether nodes must have their cluster before `choose`
+    clock           seconds; a simulation has another one
+    """
 
     needs_clusters = False
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, tree: Tree, table: SearchRuleTable, budget: BudgetTable, reading: AnswerReading) -> None:
         self.tree = tree
@@ -34,14 +37,16 @@ class Driver(ABC):
         self.reading = reading
         self.costs = Costs()
         self.stopped: str | None = None
-        self._began = time.monotonic()
+        self._began: float | None = None
 
     def expansions(self) -> list[Expand]:
         """The next round; empty when the search is over. `stopped` then says why."""
         live = self.live()
         if live:
             self.costs.saw(self.tree.kv_tokens(live))
-        self.costs.seconds = time.monotonic() - self._began
+        now = self.clock()
+        self._began = now if self._began is None else self._began
+        self.costs.seconds = now - self._began
         self.stopped = self._over()
         chosen = [] if self.stopped else self.choose(live)
         if not chosen:
