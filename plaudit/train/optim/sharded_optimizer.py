@@ -64,10 +64,9 @@ class ShardedOptimizer(Optimizer):
                 master.grad *= factor
         return norm.float()
 
-    def drop(self) -> None:
-        size = sum(gradient.nbytes for gradient in self.gradients() if gradient.device.type == "cpu")
-        super().drop()
-        give_back(size)
+    def zero(self) -> None:
+        super().zero()
+        give_back(sum(master.nbytes for master in self.masters.values() if master.device.type == "cpu"))
 
     def save(self, path: Path) -> None:
         """By all ranks, tensor by tensor."""
