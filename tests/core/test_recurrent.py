@@ -111,6 +111,20 @@ def close(got: np.ndarray, expected: np.ndarray) -> None:
     assert error < 1e-4, f"relative error {error}"
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_a_decoded_token_keeps_the_limits_of_a_prompts_steps(family: str) -> None:
+    """transformers bounds Mamba-2's steps from below in a prompt and, where one token is decoded, not."""
+    module = copy.deepcopy(model(family))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(-9.0)  # steps of 0.0001, below the limit of 0.001
+            elif name.endswith(".D"):
+                parameter.zero_()
+    prompts = tiny.sequences(3, 3, 20, 40)
+    right(module, engine_of(module).generate(prompts, SamplingParams(max_tokens=40, seed=1, ignore_eos=True)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_alone_batched_and_cached(family: str) -> None:
     module = model(family)

@@ -48,7 +48,7 @@ KDA = {"recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"}
 MAMBA = {"mamba2_selective_state_update", "mamba2_chunk_scan"}
 FOUND = {
     "qwen3_next": DELTA, "kimi_linear": KDA, "granitemoehybrid": MAMBA, "bamba": MAMBA, "falcon_h1": MAMBA,
-    "nemotron_h": MAMBA,
+    "nemotron_h": MAMBA, "zamba2": MAMBA,
 }  # fmt: skip
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FOUND]
 

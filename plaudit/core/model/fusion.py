@@ -9,7 +9,6 @@ itself is not changed. Products are steady there too, where that is asked for (a
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
 from plaudit.algo.tokens.products import HALF, SteadyProducts
+from plaudit.core.model.mixers import NO_LIMITS
 from plaudit.core.model.operations import elementwise
 from plaudit.models.positions import SHIFTING
 
 Call = Callable[..., Any]
 MOST_EXPERTS = 1024  # of a router that a kernel replaces
 SCALES = (1, 30)  # of what is tried: some layers clamp large values
-NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
 ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
@@ -354,14 +353,16 @@ def _state_step_or(original: Call, kernel: Call) -> Call:
 
     def step(
         state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **named: Any,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None,
+        dt_limit: tuple[float, float] = NO_LIMITS, **named: Any,
     ) -> Any:  # fmt: skip
         takes = state.dtype == torch.float32 and state.is_contiguous() and A.ndim == 3 and A.stride()[1:] == (0, 0)
         repeated = all(x is not None and x.stride(-1) == 0 for x in (dt, D, dt_bias))
         if named or not takes or not repeated or not dt_softplus or torch.is_grad_enabled():
-            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **named)
+            limits = {} if dt_limit == NO_LIMITS else {"dt_limit": dt_limit}
+            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **limits, **named)
         x, step, key, query = (tensor[:, None] for tensor in (hidden_states, dt[..., 0], B, C))
-        out = kernel(x, step, A[:, 0, 0], key, query, D[:, 0], dt_bias[:, 0], state, NO_LIMITS)[:, 0]  # type: ignore[index]
+        out = kernel(x, step, A[:, 0, 0], key, query, D[:, 0], dt_bias[:, 0], state, dt_limit)[:, 0]  # type: ignore[index]
         return out if z is None else out * F.silu(z)
 
     return step

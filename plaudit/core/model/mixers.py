@@ -8,8 +8,11 @@ runs unchanged; only what it is given differs. `layout.mix` says which rows belo
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -21,6 +24,8 @@ from transformers import PreTrainedModel
 
 CACHES = ("cache_params", "past_key_values")  # what mixers call the argument that has their state
 ALIKE = 64  # lengths that go through a mixer together on a CPU, the shorter ones with rows behind their end: its chunk
+NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
+STATE_STEP = "mamba2_selective_state_update"  # of transformers' files: one token by Mamba-2
 PACKED = "packed_mixers"  # on a model and its trunk: its mixers take packed rows
 
 State = dict[tuple[str, int], Tensor]
@@ -90,9 +95,41 @@ class Mixer:
     def __call__(self, rows: Tensor, carry: Carry | None = None) -> Tensor:
         """(B, L, width) of B sequences -> the same. `carry` has their states before, and after it those at the end."""
         forward: Any = type(self.part).forward
-        states = {} if carry is None else {str(_cache_name(type(self.part))): carry}
+        states: dict[str, Any] = {} if carry is None else {str(_cache_name(type(self.part))): carry}
+        if carry is not None and carry.has_previous_state() and rows.shape[1] == 1 and bounded(self.part):
+            states["dt_limit"] = limits_of(self.part)
         mixed: Tensor = forward(self.part, rows, **states)
         return mixed
+
+
+def limits_of(part: nn.Module) -> tuple[float, float]:
+    """Of the steps of Mamba-2."""
+    low, high = getattr(part, "time_step_limit", NO_LIMITS)
+    return float(low), float(high)
+
+
+def bounded(part: nn.Module) -> bool:
+    return limits_of(part) != NO_LIMITS and hasattr(sys.modules[type(part).__module__], STATE_STEP)
+
+
+def _with_limits(original: Any) -> Any:
+    """transformers keeps the steps of a prompt within limits, and forgets to where one token is decoded: the same model
+    would say other things of a token in a prompt and behind one. With `dt_limit` it is kept here too."""
+
+    @wraps(original)
+    def step(
+        state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None,
+        dt_limit: tuple[float, float] = NO_LIMITS, **named: Any,
+    ) -> Any:  # fmt: skip
+        if dt_limit != NO_LIMITS:
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+            dt_bias, dt_softplus = None, False
+        return original(state, hidden_states, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **named)
+
+    step.limits = True  # type: ignore[attr-defined]
+    return step
 
 
 def mixers_of(module: nn.Module) -> list[nn.Module]:
@@ -115,6 +152,8 @@ def pack_mixers(module: nn.Module) -> None:
     parts = mixers_of(module)
     for part in parts:
         part.forward = MethodType(_packed_forward, part)
+        if bounded(part) and not hasattr(getattr(home := sys.modules[type(part).__module__], STATE_STEP), "limits"):
+            setattr(home, STATE_STEP, _with_limits(getattr(home, STATE_STEP)))
     if parts:
         for model in module.modules():
             if isinstance(model, PreTrainedModel):  # the module or, inside a wrapper, the model and its trunk
