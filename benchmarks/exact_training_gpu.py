@@ -9,7 +9,7 @@ shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemm
 kinds          the same of the Llama: PPO with a critic, layers recomputed with the optimizer on the host, and without
                deterministic updates
 lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
-mixture        10 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
+mixture        20 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
 async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
 seeds          smollm2-grpo of three seeds, 100 steps: as it is, and with a learner on transformers' and torch's own
                kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95. Six runs at once
@@ -329,7 +329,7 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
         works["1B LoRA"] = lambda: placed(root / "lora", root / "models", "colocated", steps or 5, tables=LORA)
         works["8B LoRA"] = lambda: drawn_lora(root, steps or 3, large_llama(), {})
     if "mixture" in chosen:
-        works["30B-A3B LoRA"] = lambda: drawn_lora(root, steps or 10, mixture(), FEWER)
+        works["30B-A3B LoRA"] = lambda: drawn_lora(root, steps or 20, mixture(), FEWER)
     if "async" in chosen:
         works["1B async, staleness 0"] = lambda: placed(
             root / "async", root / "models", "async", steps or 5, tables=ASYNC

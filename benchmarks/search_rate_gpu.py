@@ -293,7 +293,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: --tiny runs on the CPU")
     args.device, args.dtype = ("cpu", "float32") if args.tiny else ("cuda", "bfloat16")
-    args.kv_bytes, args.paths = (2**28, 128) if args.tiny else (8 * 2**30, PATHS)
+    args.kv_bytes, args.paths = (2**28, 128) if args.tiny else (12 * 2**30, PATHS)
     args.work.mkdir(parents=True, exist_ok=True)
     measure(args)
     say("done")
