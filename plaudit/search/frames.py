@@ -1,7 +1,7 @@
 """What a search and its workers say to each other, over a socket: length-prefixed MessagePack, no pickle.
 
-search -> worker   Start, then for each method Begin, and for each Wanted a Given
-worker -> search   Loaded, Alive (every second), Wanted, Over, Done; or Failed, and the end
+search -> worker   Start, then for each method Begin, and for each Ready an Assigned
+worker -> search   Loaded, Alive (every second), Ready, Result, Done; or Failed, and the end
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
     recipe: dict[str, Any]
 
 
-class Given(msgspec.Struct, tag=True, array_like=True):
+class Assigned(msgspec.Struct, tag=True, array_like=True):
     """The index of the next question; None: there are no more."""
 
     question: int | None
@@ -37,11 +37,11 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-class Wanted(msgspec.Struct, tag=True, array_like=True):
+class Ready(msgspec.Struct, tag=True, array_like=True):
     """There is room for a question."""
 
 
-class Over(msgspec.Struct, tag=True, array_like=True):
+class Result(msgspec.Struct, tag=True, array_like=True):
     """A question, as a line of results.jsonl."""
 
     line: dict[str, Any]
@@ -54,7 +54,7 @@ class Done(msgspec.Struct, tag=True, array_like=True):
     undecided: int
 
 
-ToWorker = Start | Begin | Given
-FromWorker = Loaded | Wanted | Over | Done | Alive | Failed
+ToWorker = Start | Begin | Assigned
+FromWorker = Loaded | Ready | Result | Done | Alive | Failed
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -32,7 +32,7 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
         self._start = start
         self._questions = {question.index: question for question in search.questions()}
         self._begun: SearchRecipe | None = None
-        self._given: deque[int | None] = deque()
+        self._assigned: deque[int | None] = deque()
 
     @property
     def busy(self) -> bool:
@@ -41,8 +41,8 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
     def take(self, frame: frames.ToWorker) -> None:
         if isinstance(frame, frames.Begin):
             self._begun = part(frame.recipe, self._start)
-        elif isinstance(frame, frames.Given):
-            self._given.append(frame.question)
+        elif isinstance(frame, frames.Assigned):
+            self._assigned.append(frame.question)
 
     def run(self) -> None:
         with frozen():
@@ -53,18 +53,18 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
         if self._begun is None:
             return
         self._search.turn_to(self._begun)
-        for line in self._search.lines(self._asked()):
-            self.send(frames.Over(line))
+        for line in self._search.lines(self._questions_assigned()):
+            self.send(frames.Result(line))
         self.send(frames.Done(self._search.phases, self._search.undecided))
         self._begun = None
 
-    def _asked(self) -> Iterator[Question]:
+    def _questions_assigned(self) -> Iterator[Question]:
         while True:
-            self.send(frames.Wanted())
-            while not self._given:
+            self.send(frames.Ready())
+            while not self._assigned:
                 if not self._receive(block=True):
                     sys.exit(0)  # the search has ended
-            index = self._given.popleft()
+            index = self._assigned.popleft()
             if index is None:
                 return
             yield self._questions[index]

@@ -49,7 +49,10 @@ class _Worker:
             raise RunError(self.ending()) from None
 
     def received(self) -> Iterator[frames.FromWorker]:
-        data = self.sock.recv(1 << 20)
+        try:
+            data = self.sock.recv(1 << 20)
+        except ConnectionResetError:  # it had not read all that it was sent
+            data = b""
         if not data:
             raise RunError(self.ending())
         for frame in self.reader.feed(data):
@@ -93,7 +96,7 @@ class SearchWorkers:
             for number in range(self.recipe.processes):
                 self._workers.append(_Worker(number))
                 self._workers[-1].send(frames.Start(trees, number, self.recipe.processes))
-            deque(self._heard(list(self._workers)), maxlen=0)
+            deque(self._frames_of(list(self._workers)), maxlen=0)
         except BaseException:
             self.close()
             raise
@@ -126,10 +129,10 @@ class SearchWorkers:
             worker.deadline = time.monotonic() + SILENCE_SECONDS
         while going:
             try:
-                for worker, frame in self._heard(going):
-                    if isinstance(frame, frames.Wanted):
-                        worker.send(frames.Given(waiting.popleft() if waiting else None))
-                    elif isinstance(frame, frames.Over):
+                for worker, frame in self._frames_of(going):
+                    if isinstance(frame, frames.Ready):
+                        worker.send(frames.Assigned(waiting.popleft() if waiting else None))
+                    elif isinstance(frame, frames.Result):
                         yield frame.line
                     elif isinstance(frame, frames.Done):
                         self.phases.update(frame.phases)
@@ -140,7 +143,7 @@ class SearchWorkers:
         if failure is not None:
             raise failure
 
-    def _heard(self, going: list[_Worker]) -> Iterator[tuple[_Worker, frames.FromWorker]]:
+    def _frames_of(self, going: list[_Worker]) -> Iterator[tuple[_Worker, frames.FromWorker]]:
         """Frames as they come, until each of these is Loaded or Done; it is then taken out of `going`, as one is that
         fails."""
         with selectors.DefaultSelector() as selector:

@@ -4,22 +4,22 @@ import threading
 import pytest
 
 from plaudit.errors import ReceiverLost
-from plaudit.place.workers.callback import CallbackListener, knock
+from plaudit.place.workers.callback import CallbackListener, dial
 
 
 def test_only_the_one_with_the_token_comes_in() -> None:
     listener = CallbackListener("127.0.0.1")
-    wrong = knock(listener.address, b"x" * 32)
+    wrong = dial(listener.address, b"x" * 32)
     short = socket.create_connection(listener.address)
     short.sendall(listener.token[:31])
     short.close()
-    right = knock(listener.address, listener.token)
+    right = dial(listener.address, listener.token)
     with listener.admit("a worker", 30) as inside:
         right.sendall(b"hello")
         assert inside.recv(5) == b"hello"
     assert wrong.recv(1) == b"", "it was sent away"
     with pytest.raises(OSError, match="refused"):
-        knock(listener.address, listener.token)
+        dial(listener.address, listener.token)
     wrong.close()
     right.close()
 
@@ -30,19 +30,19 @@ def test_nobody_is_waited_for_longer_than_the_deadline() -> None:
         listener.admit("a worker", 0.2)
 
 
-def test_each_door_has_a_token_of_its_own() -> None:
-    doors = [CallbackListener("127.0.0.1") for _ in range(2)]
+def test_each_listener_has_a_token_of_its_own() -> None:
+    listeners = [CallbackListener("127.0.0.1") for _ in range(2)]
     found: list[Exception] = []
 
     def admit() -> None:
         try:
-            doors[1].admit("a worker", 0.5)
+            listeners[1].admit("a worker", 0.5)
         except ReceiverLost as error:
             found.append(error)
 
     thread = threading.Thread(target=admit)
     thread.start()
-    with knock(doors[1].address, doors[0].token):
+    with dial(listeners[1].address, listeners[0].token):
         thread.join(30)
-    doors[0].close()
+    listeners[0].close()
     assert found

@@ -25,9 +25,18 @@ from plaudit.config import RlRecipe
 from plaudit.errors import ConfigError, EngineLost, RunError
 from plaudit.place.engines.engine_server import free_port
 from plaudit.place.machines.machine import Leave, generate_for, gpus_of
-from plaudit.place.machines.messages import DOOR, Begin, Done, Door, Joining, OrderStream, SentAway, Welcome
+from plaudit.place.machines.messages import (
+    ENDPOINT,
+    Accepted,
+    Begin,
+    CommandStream,
+    Done,
+    Join,
+    Rejected,
+    TrainerEndpoint,
+)
 from plaudit.place.machines.pool import RolloutMachines
-from plaudit.place.workers.callback import knock
+from plaudit.place.workers.callback import dial
 from plaudit.process.framing import pack
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run.run import Run
@@ -62,10 +71,10 @@ def machines_in_threads(run: Path, count: int) -> Iterator[None]:
 def trained(directory: Path, tree: RlRecipe) -> Silent:
     viewer = Silent()
     with Run(directory, tree) as run, RolloutMachines(tree, directory) as machines:
-        door = directory / DOOR
-        assert stat.S_IMODE(door.stat().st_mode) == 0o600, "who reads it may generate for the run"
+        endpoint = directory / ENDPOINT
+        assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600, "who reads it may generate for the run"
         RlTraining(tree, run, viewer, host=machines).fit()
-    assert not door.exists()
+    assert not endpoint.exists()
     return viewer
 
 
@@ -82,25 +91,25 @@ def test_engines_on_two_machines_give_the_samples_of_one_process(tmp_path: Path)
     assert not found.warnings
 
 
-def joining(door: Door, version: str) -> socket.socket:
-    sock = knock((door.host, door.port), bytes.fromhex(door.token))
-    sock.sendall(pack(Joining("other", version)))
+def join(endpoint: TrainerEndpoint, version: str) -> socket.socket:
+    sock = dial((endpoint.host, endpoint.port), bytes.fromhex(endpoint.token))
+    sock.sendall(pack(Join("other", version)))
     return sock
 
 
 def test_a_machine_of_another_version_is_sent_away_and_the_others_hear_the_end(tmp_path: Path) -> None:
     tree = tiny_run(placement=APART, resources={"rollout": THERE})
     with RolloutMachines(tree, tmp_path) as machines:
-        door = msgspec.json.decode((tmp_path / DOOR).read_bytes(), type=Door)
-        with joining(door, "0.0.1") as sock:
-            said = next(OrderStream().feed(sock.recv(1 << 16)))
-        assert said == SentAway(f"other has plaudit 0.0.1, and the trainer {__version__}")
-        same = joining(door, __version__)
-        assert next(OrderStream().feed(same.recv(1 << 16))) == Welcome(str(Path.cwd()))
+        endpoint = msgspec.json.decode((tmp_path / ENDPOINT).read_bytes(), type=TrainerEndpoint)
+        with join(endpoint, "0.0.1") as sock:
+            report = next(CommandStream().feed(sock.recv(1 << 16)))
+        assert report == Rejected(f"other has plaudit 0.0.1, and the trainer {__version__}")
+        same = join(endpoint, __version__)
+        assert next(CommandStream().feed(same.recv(1 << 16))) == Accepted(str(Path.cwd()))
         assert machines.address == "127.0.0.1"
         assert [machine.name for machine in machines.machines] == ["other"]
     with same:
-        assert next(OrderStream().feed(same.recv(1 << 16))) == Done()
+        assert next(CommandStream().feed(same.recv(1 << 16))) == Done()
         assert not same.recv(1)
 
 
@@ -160,7 +169,7 @@ class OnMachine:
     errors: Path
 
     @property
-    def said(self) -> str:
+    def report(self) -> str:
         return self.errors.read_text()
 
     def ended(self, seconds: float = 300.0) -> int:
@@ -231,7 +240,7 @@ def train_words(tmp_path: Path, run: Path, *more: str, shape: tuple[int, ...] = 
 def first_step(run: Path, trainer: OnMachine) -> None:
     deadline = time.monotonic() + 120
     while not ((run / "events.jsonl").exists() and steps(run)):
-        assert trainer.process.poll() is None, trainer.said
+        assert trainer.process.poll() is None, trainer.report
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -266,7 +275,7 @@ def test_a_run_over_machines_is_that_of_one_process(
         first_step(run, trainers[0])
         (rank,) = engines[0].engine_ranks
         rank.kill()
-    assert [each.ended() for each in trainers] == [0, 0], trainers[0].said
+    assert [each.ended() for each in trainers] == [0, 0], trainers[0].report
     assert {each.ended() for each in engines} == {0}
     check_ten(run, one_process)
     if strike:
@@ -281,10 +290,10 @@ def test_a_machine_takes_the_place_of_one_that_is_lost(one_process: Path, tmp_pa
     first_step(run, trainer)
     other = start(rollouts(run))
     engine.lose()
-    assert trainer.ended() == 0, trainer.said
+    assert trainer.ended() == 0, trainer.report
     assert other.ended() == 0
     check_ten(run, one_process)
-    assert "was lost with its machine" in trainer.said
+    assert "was lost with its machine" in trainer.report
 
 
 @pytest.mark.slow
@@ -301,11 +310,11 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
     assert trainers[0].ended(ENDS_WITHIN) != 0
     if victim == "generates":
         why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume goes on"
-        assert why in trainers[0].said
+        assert why in trainers[0].report
         assert trainers[1].ended(ENDS_WITHIN) != 0
         engine = start(rollouts(run))
     trainers = [start(each) for each in torchruns([*words, "--resume"])]
-    assert [each.ended() for each in trainers] == [0, 0], trainers[0].said
+    assert [each.ended() for each in trainers] == [0, 0], trainers[0].report
     assert engine.ended() == 0
     check_ten(run, one_process)
 
@@ -319,8 +328,8 @@ def test_a_machine_that_is_asked_to_leave_stays_until_the_trainer_has_saved(tmp_
     first_step(run, trainer)
     for machine in (engine, trainer):
         os.kill(machine.process.pid, signal.SIGTERM)
-    assert trainer.ended(ENDS_WITHIN) == 2, trainer.said
-    assert "stopped by SIGTERM" in trainer.said
+    assert trainer.ended(ENDS_WITHIN) == 2, trainer.report
+    assert "stopped by SIGTERM" in trainer.report
     assert engine.ended(ENDS_WITHIN) == 128 + signal.SIGTERM
-    assert "is started again" not in trainer.said
+    assert "is started again" not in trainer.report
     assert list((run / "checkpoints").glob("step-*"))

@@ -20,8 +20,19 @@ import msgspec
 
 from plaudit import __version__
 from plaudit.errors import ConfigError, RunError, one_line
-from plaudit.place.machines.messages import DOOR, Begin, Done, Door, End, Ended, Joining, OrderStream, SentAway, Welcome
-from plaudit.place.workers.callback import knock
+from plaudit.place.machines.messages import (
+    ENDPOINT,
+    Accepted,
+    Begin,
+    CommandStream,
+    Done,
+    End,
+    Ended,
+    Join,
+    Rejected,
+    TrainerEndpoint,
+)
+from plaudit.place.workers.callback import dial
 from plaudit.process.framing import pack
 from plaudit.process.spawn import Child, end_child, spawn_on
 
@@ -50,7 +61,7 @@ def generate_for(run: Path, wait: float, leave: Leave) -> bool:
     seconds without a trainer."""
     run, until = run.resolve(), time.monotonic() + wait
     while not leave.asked:
-        if (sock := _entered(run / DOOR)) is not None:
+        if (sock := _connected(run / ENDPOINT)) is not None:
             _say(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
             with sock:
                 if Engines(sock).serve():
@@ -76,20 +87,20 @@ class Engines:
 
     def serve(self) -> bool:
         """Whether the run is done, and not only its trainer gone."""
-        stream = OrderStream()
+        stream = CommandStream()
         try:
-            self._send(Joining(socket.gethostname(), __version__))
+            self._send(Join(socket.gethostname(), __version__))
             while data := self.sock.recv(1 << 16):
-                for order in stream.feed(data):
-                    match order:
-                        case Welcome():
-                            _go_to(order.directory)
-                        case SentAway():
-                            raise ConfigError(f"{order.message}: install the same on both")
+                for command in stream.feed(data):
+                    match command:
+                        case Accepted():
+                            _go_to(command.directory)
+                        case Rejected():
+                            raise ConfigError(f"{command.message}: install the same on both")
                         case Begin():
-                            self._begin(order)
+                            self._begin(command)
                         case End():
-                            self._send(Ended(order.number, self._end(order.number)))
+                            self._send(Ended(command.number, self._end(command.number)))
                         case Done():
                             return True
         except OSError:
@@ -99,26 +110,26 @@ class Engines:
                 self._end(number)
         return False
 
-    def _begin(self, order: Begin) -> None:
+    def _begin(self, command: Begin) -> None:
         try:
-            with knock(order.address, order.token) as sock:
-                self.children[order.number] = spawn_on(WORKER, sock, gpus_of(order))
+            with dial(command.address, command.token) as sock:
+                self.children[command.number] = spawn_on(WORKER, sock, gpus_of(command))
         except (OSError, ConfigError) as error:
-            self.failed[order.number] = f"could not be started on {socket.gethostname()}: {one_line(error)}"
+            self.failed[command.number] = f"could not be started on {socket.gethostname()}: {one_line(error)}"
 
     def _end(self, number: int) -> str:
         child = self.children.pop(number, None)
         return self.failed.pop(number, "is not known here") if child is None else end_child(child)
 
-    def _send(self, said: Joining | Ended) -> None:
-        self.sock.sendall(pack(said))
+    def _send(self, report: Join | Ended) -> None:
+        self.sock.sendall(pack(report))
 
 
-def _entered(file: Path) -> socket.socket | None:
+def _connected(file: Path) -> socket.socket | None:
     """A connection to the trainer, if there is one."""
     with suppress(OSError, msgspec.DecodeError, ValueError):  # none yet, or what a killed one has left
-        door = msgspec.json.decode(file.read_bytes(), type=Door)
-        return knock((door.host, door.port), bytes.fromhex(door.token), CONNECT_SECONDS)
+        endpoint = msgspec.json.decode(file.read_bytes(), type=TrainerEndpoint)
+        return dial((endpoint.host, endpoint.port), bytes.fromhex(endpoint.token), CONNECT_SECONDS)
     return None
 
 
@@ -132,17 +143,17 @@ def _go_to(directory: str) -> None:
         ) from error
 
 
-def gpus_of(order: Begin) -> dict[str, str]:
+def gpus_of(command: Begin) -> dict[str, str]:
     """As many of this machine's, or of those that it was given, as an engine takes, by its place."""
-    if not order.gpus:
+    if not command.gpus:
         return {}
-    first, last = order.place * order.gpus, (order.place + 1) * order.gpus
+    first, last = command.place * command.gpus, (command.place + 1) * command.gpus
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = [str(number) for number in range(last)] if given is None else [each for each in given.split(",") if each]
     if len(there) < last:
         raise ConfigError(
-            f"engine {order.place} of this machine takes the GPUs {first} to {last - 1}, and CUDA_VISIBLE_DEVICES has "
-            f"{len(there)}: set resources.rollout.nodes to more machines, or fewer processes"
+            f"engine {command.place} of this machine takes the GPUs {first} to {last - 1}, and CUDA_VISIBLE_DEVICES "
+            f"has {len(there)}: set resources.rollout.nodes to more machines, or fewer processes"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:last])}
 

@@ -1,10 +1,10 @@
 """What a trainer and a machine that generates for it say to each other, over TCP: length-prefixed MessagePack.
 
-    machine -> trainer   the door's token, Joining; later Ended
-    trainer -> machine   Welcome, or SentAway; then Begin and End, as engines are needed; Done, when the run is over
+    machine -> trainer   the endpoint's token, Join; later Ended
+    trainer -> machine   Accepted, or Rejected; then Begin and End, as engines are needed; Done, when the run is over
 
-The trainer's door is a file of the run directory, which both see and nobody else reads. An engine has a connection of
-its own to the trainer, which Begin says.
+The trainer's endpoint is a file of the run directory, which both see and nobody else reads. An engine has a connection
+of its own to the trainer, which Begin says.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 
 from plaudit.process.framing import FrameReader
 
-DOOR = "trainer.json"
+ENDPOINT = "trainer.json"
 
 
-class Door(msgspec.Struct):
+class TrainerEndpoint(msgspec.Struct):
     """Where the trainer of a run is, for machines that generate for it. The token is hexadecimal."""
 
     host: str
@@ -24,18 +24,18 @@ class Door(msgspec.Struct):
     token: str
 
 
-class Joining(msgspec.Struct, tag=True, array_like=True):
+class Join(msgspec.Struct, tag=True, array_like=True):
     name: str
     version: str
 
 
-class Welcome(msgspec.Struct, tag=True, array_like=True):
+class Accepted(msgspec.Struct, tag=True, array_like=True):
     """directory   the trainer's: paths of the recipe are relative to it"""
 
     directory: str
 
 
-class SentAway(msgspec.Struct, tag=True, array_like=True):
+class Rejected(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
@@ -69,15 +69,15 @@ class Done(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-Order = Welcome | SentAway | Begin | End | Done
-Said = Joining | Ended
+Command = Accepted | Rejected | Begin | End | Done
+Report = Join | Ended
 
 
-class OrderStream(FrameReader[Order]):
+class CommandStream(FrameReader[Command]):
     def __init__(self) -> None:
-        super().__init__(msgspec.msgpack.Decoder(Order))
+        super().__init__(msgspec.msgpack.Decoder(Command))
 
 
-class SaidStream(FrameReader[Said]):
+class ReportStream(FrameReader[Report]):
     def __init__(self) -> None:
-        super().__init__(msgspec.msgpack.Decoder(Said))
+        super().__init__(msgspec.msgpack.Decoder(Report))

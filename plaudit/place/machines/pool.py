@@ -1,8 +1,8 @@
 """The trainer's end of the machines that generate for it: a host of rollout workers, which it has started there.
 
-Machines come to the trainer's door (messages.py) when they are ready, and again after they were away. Each has places
-for as many engines; a machine too many waits for the places of one that is lost. An engine ends with its machine, as
-the trainer sees it: when the machine's connection is over, so are those of its engines.
+Machines connect to the trainer's endpoint (messages.py) when they are ready, and again after they were away. Each has
+places for as many engines; a machine too many waits for the places of one that is lost. An engine ends with its
+machine, as the trainer sees it: when the machine's connection is over, so are those of its engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from plaudit.config import RlRecipe
 from plaudit.errors import EngineLost, PlauditError, ReceiverLost
 from plaudit.models import choose_device
 from plaudit.output import sync
-from plaudit.place.machines.messages import DOOR, Begin, Done, Door, End, Ended, Joining, SaidStream, SentAway, Welcome
+from plaudit.place.machines.messages import (
+    ENDPOINT,
+    Accepted,
+    Begin,
+    Done,
+    End,
+    Ended,
+    Join,
+    Rejected,
+    ReportStream,
+    TrainerEndpoint,
+)
 from plaudit.place.workers.callback import CallbackListener
 from plaudit.process.framing import pack
 
@@ -54,18 +65,18 @@ class Machine:
         self._news = news
         self._sending = threading.Lock()
 
-    def send(self, order: Welcome | SentAway | Begin | End | Done) -> None:
+    def send(self, command: Accepted | Rejected | Begin | End | Done) -> None:
         with suppress(OSError), self._sending:  # the reader sees the same end
-            self.sock.sendall(pack(order))
+            self.sock.sendall(pack(command))
 
-    def read(self, stream: SaidStream) -> None:
+    def read(self, stream: ReportStream) -> None:
         """Until it is gone; its engines are then gone too."""
         with suppress(OSError):
             while data := self.sock.recv(1 << 16):
-                for said in stream.feed(data):
-                    assert isinstance(said, Ended)
+                for report in stream.feed(data):
+                    assert isinstance(report, Ended)
                     with self._news:
-                        self.ended[said.number] = said.words
+                        self.ended[report.number] = report.words
                         self._news.notify_all()
         self.leave()
         self.sock.close()
@@ -81,7 +92,7 @@ class Machine:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-class EngineThere:
+class MachineEngine:
     """A worker process on another machine, as `Hosted`."""
 
     def __init__(
@@ -119,11 +130,11 @@ class RolloutMachines:
 
     def __init__(self, recipe: RlRecipe, directory: Path, join: float = JOIN_SECONDS) -> None:
         rollout = recipe.resources.rollout
-        self.wanted = rollout.nodes
+        self.nodes = rollout.nodes
         self.places = recipe.rollout_processes // rollout.nodes
         self.gpus = rollout.ranks if choose_device(recipe.model.device).startswith("cuda") else 0
         self.machines: list[Machine] = []
-        self._join = join
+        self._join_seconds = join
         self._news = threading.Condition()
         self._numbers = count()
         self._directory = directory
@@ -134,10 +145,10 @@ class RolloutMachines:
                 f"resources.rollout.address = {rollout.address!r} is no address of this machine "
                 f"({error.strerror or error}): name one, or leave it out"
             ) from error
-        door = Door(_own_name(rollout.address), self._listener.address[1], self._listener.token.hex())
-        self._file = directory / DOOR
-        _write_for_us(self._file, msgspec.json.encode(door))
-        threading.Thread(target=self._let_in, daemon=True, name="machines").start()
+        endpoint = TrainerEndpoint(_own_name(rollout.address), self._listener.address[1], self._listener.token.hex())
+        self._file = directory / ENDPOINT
+        _write_for_us(self._file, msgspec.json.encode(endpoint))
+        threading.Thread(target=self._accept, daemon=True, name="machines").start()
 
     def __enter__(self) -> Self:
         return self
@@ -157,28 +168,28 @@ class RolloutMachines:
     def address(self) -> str:
         """This machine's, at which the others reach it. Waits for all of them."""
         with self._news:
-            if len(self._there()) < self.wanted:
+            if len(self._present()) < self.nodes:
                 print(
-                    f"plaudit: waits for {self.wanted} machine(s) that generate (resources.rollout.nodes): on each run "
+                    f"plaudit: waits for {self.nodes} machine(s) that generate (resources.rollout.nodes): on each run "
                     f"plaudit rollouts {self._directory}", file=sys.stderr,
                 )  # fmt: skip
-            self._news.wait_for(lambda: len(self._there()) >= self.wanted, self._join)
-            there = self._there()
-        if len(there) < self.wanted:
+            self._news.wait_for(lambda: len(self._present()) >= self.nodes, self._join_seconds)
+            there = self._present()
+        if len(there) < self.nodes:
             raise EngineLost(
-                f"{len(there)} of {self.wanted} machine(s) that generate (resources.rollout.nodes) came within "
-                f"{self._join:g} s: on each run plaudit rollouts {self._directory}"
+                f"{len(there)} of {self.nodes} machine(s) that generate (resources.rollout.nodes) came within "
+                f"{self._join_seconds:g} s: on each run plaudit rollouts {self._directory}"
             )
         return there[0].address
 
-    def __call__(self) -> EngineThere:
+    def __call__(self) -> MachineEngine:
         with self._news:
-            if not self._news.wait_for(lambda: any(machine.free for machine in self._there()), REJOIN_SECONDS):
+            if not self._news.wait_for(lambda: any(machine.free for machine in self._present()), REJOIN_SECONDS):
                 raise EngineLost(
                     f"no machine has come within {REJOIN_SECONDS:g} s to generate in place of one that was lost: run "
                     f"plaudit rollouts {self._directory} there, and --resume goes on from the last checkpoint"
                 )
-            machine = next(machine for machine in self._there() if machine.free)
+            machine = next(machine for machine in self._present() if machine.free)
             number, place = next(self._numbers), machine.free.pop(0)
         listener = CallbackListener(machine.address)
         machine.send(Begin(number, place, self.gpus, listener.address, listener.token))
@@ -187,19 +198,19 @@ class RolloutMachines:
         except ReceiverLost as error:
             machine.leave()  # nobody knows what still runs there
             raise EngineLost(str(error)) from error
-        return EngineThere(machine, number, place, sock, self._news)
+        return MachineEngine(machine, number, place, sock, self._news)
 
-    def _there(self) -> list[Machine]:
+    def _present(self) -> list[Machine]:
         return [machine for machine in self.machines if machine.there]
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         for sock in self._listener.callers():
-            threading.Thread(target=self._welcome, args=(sock,), daemon=True, name="machine").start()
+            threading.Thread(target=self._join_machine, args=(sock,), daemon=True, name="machine").start()
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _join_machine(self, sock: socket.socket) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        stream = SaidStream()
+        stream = ReportStream()
         with suppress(OSError, msgspec.DecodeError, ValueError):  # whoever it was
             hello = _first(sock, stream)
             if hello is None:
@@ -207,22 +218,22 @@ class RolloutMachines:
                 return
             machine = Machine(sock, hello.name, self.places, self._news)
             if hello.version != __version__:
-                machine.send(SentAway(f"{hello.name} has plaudit {hello.version}, and the trainer {__version__}"))
+                machine.send(Rejected(f"{hello.name} has plaudit {hello.version}, and the trainer {__version__}"))
                 sock.close()
                 return
-            machine.send(Welcome(str(Path.cwd())))
+            machine.send(Accepted(str(Path.cwd())))
             with self._news:
-                self.machines = [*self._there(), machine]
+                self.machines = [*self._present(), machine]
                 self._news.notify_all()
             machine.read(stream)
 
 
-def _first(sock: socket.socket, stream: SaidStream) -> Joining | None:
+def _first(sock: socket.socket, stream: ReportStream) -> Join | None:
     sock.settimeout(HELLO_SECONDS)
     while data := sock.recv(1 << 16):
-        for said in stream.feed(data):
+        for report in stream.feed(data):
             sock.settimeout(None)
-            return said if isinstance(said, Joining) else None
+            return report if isinstance(report, Join) else None
     return None
 
 

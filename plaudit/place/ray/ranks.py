@@ -25,7 +25,7 @@ from typing import Any
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.errors import ConfigError, PlauditError, RankLost, one_line
 from plaudit.place.ray.cluster import connected, in_bundle, place
-from plaudit.place.workers.callback import CallbackListener, knock
+from plaudit.place.workers.callback import CallbackListener, dial
 from plaudit.process.guard import STOPPED, Guard, children
 
 START_SECONDS = 120.0
@@ -51,7 +51,7 @@ class RankActor:
     ) -> int:
         """The command's exit code."""
         os.environ.update(environment)
-        sock = knock(address, token)
+        sock = dial(address, token)
         over = threading.Event()
         threading.Thread(target=_obey, args=(sock, over), daemon=True).start()
         sys.stdout.flush()

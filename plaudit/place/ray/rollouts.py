@@ -15,7 +15,7 @@ from typing import Any
 from plaudit.config import RlRecipe
 from plaudit.errors import EngineLost, ReceiverLost, one_line
 from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_group
-from plaudit.place.workers.callback import CallbackListener, knock
+from plaudit.place.workers.callback import CallbackListener, dial
 from plaudit.process.guard import guard_this_process
 
 START_SECONDS = 120.0  # for Ray to start a process in a bundle that is ours
@@ -30,7 +30,7 @@ class RolloutActor:
     def run(self, address: tuple[str, int], token: bytes, directory: str) -> None:
         guard_this_process("a rollout actor")
         os.chdir(directory)  # the recipe's paths are the trainer's
-        sock = knock(address, token)
+        sock = dial(address, token)
         from plaudit.place.workers.worker import main
 
         main(sock.detach())

@@ -66,7 +66,7 @@ class CallbackListener:
         return None
 
 
-def knock(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
+def dial(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
     """The other end of a CallbackListener."""
     sock = _lasting(socket.create_connection(address, seconds))
     sock.sendall(token)
