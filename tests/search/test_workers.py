@@ -78,7 +78,7 @@ def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "SILENCE_SECONDS", 5.0)
+    monkeypatch.setattr(workers, "SILENCE_SECONDS", 15.0)
     pool = SearchWorkers([recipe(2)])
     try:
         os.kill(pool._workers[1].child.pid, signal.SIGSTOP)
