@@ -193,8 +193,8 @@ def broken_off(engine: Engine, fault: Fault) -> None:
     engine.wake()
     engine.check()
     listener.right(failing=isinstance(fault.error, Exception))
-    assert gc.isenabled()
     right(engine)
+    assert gc.isenabled()
 
 
 ERRORS: list[Callable[[], BaseException]] = [
