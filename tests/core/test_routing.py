@@ -43,7 +43,7 @@ def test_what_is_recorded_is_what_plain_transformers_chooses(family: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"budget": 16}, {"max_running": 2}, {"look_every": 1}, {"kv_bytes": 16 * 16 * 390}],
+    [{"budget": 16}, {"max_running": 2}, {"look_every": 1}, {"kv_bytes": 16 * 8 * 390}],
     ids=["prompts in pieces", "two at a time", "a look at every token", "blocks are short"],
 )
 def test_records_are_the_same_however_the_engine_runs(options: dict[str, Any]) -> None:
