@@ -98,7 +98,7 @@ class Branches:
     ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
         """What `Engine.score` reads of each sequence at one position, (sequences, values), and where it ends. `places`:
         of what a sequence begins with."""
-        ids = [self._intake.tokens(*pair) for pair in zip(sequences, map(_known, places), strict=True)]
+        ids = [self._intake.tokens(*pair) for pair in zip(sequences, map(_checked, places), strict=True)]
         first = self._intake.reads(ids[:1], [positions[:1]], columns)[0]
         read = Read(first.what, (), first.columns, hidden)
         for sequence, position in zip(ids, positions, strict=True):
@@ -363,8 +363,8 @@ class _Batch:
         self.runner.tree.released([node])
 
 
-def _known(place: Place | None) -> int:
-    """Tokens of a path that were looked at when they were new."""
+def _checked(place: Place | None) -> int:
+    """How many tokens of a path were checked when they were new."""
     return 0 if place is None else place.tokens
 
 

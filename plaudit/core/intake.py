@@ -118,19 +118,19 @@ class Intake:
         request.sequences.append(Seq(request, 0, list(ids)))
         return request
 
-    def tokens(self, prompt: str | Sequence[int], known: int = 0) -> list[int]:
-        """The first `known` of them have been here before."""
+    def tokens(self, prompt: str | Sequence[int], checked: int = 0) -> list[int]:
+        """The first `checked` of them have passed these checks already."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the engine has no tokenizer: give token ids instead of text")
             ids: list[int] = self.tokenizer.encode(prompt)
-        elif known:
-            ids = [*prompt[:known], *_whole_numbers(prompt[known:])]
+        elif checked:
+            ids = [*prompt[:checked], *_whole_numbers(prompt[checked:])]
         else:
             ids = _whole_numbers(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give it at least one token")
-        new = ids[known:] or ids[-1:]
+        new = ids[checked:] or ids[-1:]
         low, high = min(new), max(new)
         if low < 0 or high >= self.decoder.vocab_size:
             wrong = low if low < 0 else high

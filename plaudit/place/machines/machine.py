@@ -42,25 +42,25 @@ WORKER = "plaudit.place.workers.worker"
 
 
 class Leave:
-    """asked   by SIGTERM, which a cluster sends to all machines of a job: the trainer needs its engines until it has
-    saved. A second one ends the process."""
+    """requested   by SIGTERM, which a cluster sends to all machines of a job: the trainer needs its engines until it
+    has saved. A second one ends the process."""
 
-    asked = False
+    requested = False
 
     def listen(self) -> None:
-        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGTERM, self._request)
 
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.asked:
+    def _request(self, number: int, _: FrameType | None) -> None:
+        if self.requested:
             sys.exit(128 + number)
-        self.asked = True
+        self.requested = True
 
 
 def generate_for(run: Path, wait: float, leave: Leave) -> bool:
     """Until the run is done: then True. False if this machine was asked to leave, and the trainer has gone. `wait`:
     seconds without a trainer."""
     run, until = run.resolve(), time.monotonic() + wait
-    while not leave.asked:
+    while not leave.requested:
         if (sock := _connected(run / ENDPOINT)) is not None:
             _say(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
             with sock:
@@ -148,8 +148,10 @@ def gpus_of(command: Begin) -> dict[str, str]:
     if not command.gpus:
         return {}
     first, last = command.place * command.gpus, (command.place + 1) * command.gpus
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = [str(number) for number in range(last)] if given is None else [each for each in given.split(",") if each]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = (
+        [str(number) for number in range(last)] if visible is None else [each for each in visible.split(",") if each]
+    )
     if len(there) < last:
         raise ConfigError(
             f"engine {command.place} of this machine takes the GPUs {first} to {last - 1}, and CUDA_VISIBLE_DEVICES "
