@@ -46,15 +46,16 @@ QUESTIONS = (
     ),
     (
         "When are separate pools worth it?",
-        "When there are enough nodes that pools of whole nodes can be in balance. For 70B on one to four "
-        "nodes of H100, taking turns on all devices (`hybrid`) is faster and costs less a token ...",
+        "When there are enough nodes that pools of whole nodes can be in balance. For 70B on one, two and "
+        "four nodes of H100, taking turns on all devices (`hybrid`) is faster and costs less a token ...",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement hybrid",
     ),
     (
         "",
-        "... and on six and eight, two pools at the same time (`async`) are faster and cheaper. They pay with"
-        " responses that are one update old. Either way our own trainer's stages with FSDP inside make the "
-        "difference from three or four nodes on.",
+        "... and on six and eight, two pools at the same time (`async`) are faster and cheaper; on three, one "
+        "that generates and two that train, both are about even. Pools pay with responses that are one update old. "
+        "Our own trainer's stages with FSDP inside, on up to three nodes with the optimizer in host memory, are the "
+        "fastest of any software's in all rows but one.",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement async",
     ),
     (
@@ -62,7 +63,8 @@ QUESTIONS = (
         "Rarely in RLHF: eight responses share a prompt, so that prefill is a small part of generation, and a pool "
         "of its own saves less than its smallest size costs. With long prompts and one response to each the two "
         "are about even. `--pools 60` sizes every pool for a step of at most 60 s, each on the accelerator that costs "
-        "least there, and sets two pools and one kind of accelerator beside it.",
+        "least there, and sets two pools and one kind of accelerator beside it. Pools are planned by the figures of "
+        "other software, the one kind also by our own trainer's.",
         "plaudit plan --model llama-3.1-70b --pools 60 --compare H100,H200,B200 --price owned",
     ),
 )  # fmt: skip

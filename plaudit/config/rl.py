@@ -14,7 +14,7 @@ from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, Res
 from plaudit.config.prompting import AskingTable, SamplingTable
 from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
 from plaudit.config.search import RolloutSearchTable
-from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable, check_shared
+from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
 from plaudit.config.table import Positive, Table
 from plaudit.config.world import World
 
@@ -260,7 +260,6 @@ class RlRecipe(BaseRecipe):
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
             estimator = algorithm.advantage.estimator
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
-        check_shared(self.resources, train)
         if self.resources.ranks > 1:
             if self.critic is not None and self.critic.url is not None:
                 raise ValueError(

@@ -153,7 +153,7 @@ class TrainTable(Table):
     """On a GPU: gradients with the same bits each time. false lets torch add up in any order."""
     offload_optimizer: bool = False
     """Adam's moments and the float32 weights wait in host memory and pass through the GPU piece by piece in each step:
-    12 bytes a weight less there. The same bits."""
+    12 bytes a weight less there. The same bits. Over several ranks each keeps those of its shards."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it. Supervised training of a model narrower than 192 in float32 gives
     each thread a part of the batch; other small models train no faster with more than one."""
@@ -240,17 +240,6 @@ class BaseRecipe(Table):
     train: TrainTable
 
 
-def check_shared(resources: RanksTable, train: TrainTable) -> None:
-    """Raise if ranks cannot share out what is to be trained so."""
-    if resources.ranks == 1:
-        return
-    if train.offload_optimizer:
-        raise ValueError(
-            f"train.offload_optimizer is for one rank, and resources name {resources.ranks}, which share the optimizer "
-            "out among them already: leave one of them out"
-        )
-
-
 class SupervisedRecipe(BaseRecipe):
     data: DataTable
     train: SupervisedTrain
@@ -258,7 +247,6 @@ class SupervisedRecipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _can_be_shared(self) -> Self:
-        check_shared(self.resources, self.train)
         if self.resources.ranks > 1 and self.train.optimizer == "muon":
             raise ValueError(
                 f'train.optimizer = "muon" needs whole matrices, and resources name {self.resources.ranks} ranks, '

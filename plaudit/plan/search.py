@@ -119,8 +119,9 @@ class Search:
         self.generation_cluster = generation_cluster
         self.generation, self.training, self.ours = generation, training, ours
         read_only = workload.reward is not None or (workload.has_reference and not workload.lora_rank)
-        # Where no model is only read, there is nothing to park.
-        self.thrift = THRIFT if read_only else tuple(dict.fromkeys((how, False, off) for how, _, off in THRIFT))
+        # Where no model is only read, there is nothing to park; and our trainer parks none.
+        parks = read_only and not ours
+        self.thrift = THRIFT if parks else tuple(dict.fromkeys((how, False, off) for how, _, off in THRIFT))
         self.tried = 0
         self._nearest: dict[str, Rejection] = {}
         self._sides: dict[tuple[str, int], list[tuple[float, TrainingLayout]]] = {}

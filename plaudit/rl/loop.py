@@ -82,7 +82,7 @@ class RlTraining:
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)
         checkpoint = run.checkpoints.load(self.warn) if run.resume else None
-        check_fit(recipe)
+        check_fit(recipe, ranks.everyone)
         check_engine_ranks(recipe)
         check_models(recipe)
         if cuts := recipe.sampling.truncation:

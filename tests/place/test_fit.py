@@ -10,6 +10,7 @@ from plaudit.models import load_policy
 from plaudit.place.memory import fit as room
 from plaudit.place.memory.fit import available, check_fit, fullest, owners, parameters
 from plaudit.rl.loop import RlTraining
+from plaudit.train.optim import host_memory
 from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe
 
@@ -95,6 +96,20 @@ def test_other_cures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "available", lambda device: 5 * GIB)
     with pytest.raises(ConfigError, match=r"set model\.lora, which trains few weights.*: then 4 GiB are needed"):
         check_fit(grpo)
+
+
+@pytest.mark.usefixtures("large")
+def test_what_is_offloaded_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloaded = ppo(train={"offload_optimizer": True})
+    monkeypatch.setattr(room, "available", lambda device: 100 * GIB)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 24 * GIB)
+    check_fit(offloaded)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 23 * GIB)
+    with pytest.raises(ConfigError) as refused:
+        check_fit(offloaded)
+    parts = "policy masters 4 + policy optimizer 8 + critic masters 4 + critic optimizer 8 = 24 GiB into host memory"
+    assert str(refused.value).startswith(f"train.offload_optimizer puts {parts}: 24 GiB on ")
+    assert "which has 23 GiB free; train with model.lora, or over more machines" in str(refused.value)
 
 
 def test_nothing_is_loaded_for_a_run_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

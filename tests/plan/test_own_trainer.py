@@ -30,9 +30,15 @@ def eight() -> Outcome:
     return ask(PlanOptions("llama-3.1-8b", "1x8xH100")).answer()
 
 
+def tight(hardware: str) -> Outcome:
+    """On eight H100 only where reference and reward model wait on the host."""
+    options = PlanOptions("llama-3.1-70b", hardware, reward="llama-3.1-8b", placement=["hybrid", "colocated"])
+    return ask(options).answer()
+
+
 @pytest.fixture(scope="module")
 def none_runnable() -> Outcome:
-    return ask(PlanOptions("llama-3.1-70b", "1x8xH100", placement=["hybrid", "colocated"])).answer()
+    return tight("1x8xH100")
 
 
 def plan(
@@ -80,7 +86,8 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("hybrid", 16, GenerationLayout(), TrainingLayout(cp=16, zero=3))),
         (("data parallelism without FSDP",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
         (("context parallelism that cuts heads",), plan("hybrid", 3, GenerationLayout(), TrainingLayout(cp=3, zero=3))),
-        (("optimizer on the host over several ranks", "reference on the host"),
+        ((), plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True))),
+        (("reference on the host",),
          plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True, park=True))),
         (("tensor parallelism that cuts key-value heads",),
          plan("hybrid", 16, GenerationLayout(), TrainingLayout(tp=16))),
@@ -186,9 +193,19 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     )
     for named in told.split("smallest change that it runs: ")[1].split(" or "):
         hardware = named.partition(" (")[0].removesuffix(" SXM")
-        assert ask(PlanOptions("llama-3.1-70b", hardware, placement=["hybrid", "colocated"])).answer().runnable, (
-            hardware
-        )
+        assert tight(hardware).runnable, hardware
+
+
+def test_70b_on_one_node_has_its_optimizer_on_the_host(tmp_path: Path) -> None:
+    outcome = ask(PlanOptions("llama-3.1-70b", "1x8xH100", placement=["hybrid"])).answer()
+    assert outcome.runnable
+    assert all(p.plan.training.offload_optimizer and not p.plan.training.park for p in outcome.runnable)
+    assert outcome.runnable[0].host.value < 2048e9
+    text, _ = recipe_for(read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml"), outcome)
+    (tmp_path / "planned.toml").write_text(text)
+    written = load_recipe(tmp_path / "planned.toml")
+    assert written.train.offload_optimizer
+    assert written.resources.ranks == 8
 
 
 def test_70b_on_eight_nodes_runs_in_every_placement_with_engines_of_a_node_or_of_the_ranks_that_train() -> None:

@@ -140,12 +140,13 @@ def saved(adam: Optimizer, path: Path) -> dict[str, Tensor]:
 def gathered(adam: Optimizer) -> dict[str, Tensor]:
     """Gradients by parameter, as the optimizer had them when it took its step."""
     found: dict[str, Any] = {}
-    for name, master in adam.masters.items():
-        assert master.grad is not None, name
+    for name in adam.parameters:
+        gradient = adam.gradient(name)
+        assert gradient is not None, name
         if not isinstance(adam, ShardedOptimizer):
-            found[name] = master.grad.clone()
+            found[name] = gradient.clone()
             continue
-        whole = adam.shards.whole(master.grad, adam.shards.parameters[name])
+        whole = adam.shards.whole(gradient, adam.shards.parameters[name])
         found[name] = Whole(name, whole.dtype, tuple(whole.shape), whole.clone)
     if not isinstance(adam, ShardedOptimizer):
         return found

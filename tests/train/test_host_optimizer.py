@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from plaudit.config import TrainTable, parse_recipe
-from plaudit.errors import ConfigError
+from plaudit.config import TrainTable
 from plaudit.train.optim import host_optimizer
-from plaudit.train.optim.host_optimizer import HostOptimizer, new_optimizer
+from plaudit.train.optim.host_optimizer import HostOptimizer
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
+from plaudit.train.optim.sharded_optimizer import new_optimizer
+from plaudit.train.run.ranks import DATA, TENSOR, Ranks
+from tests.train.rank_offload import check
+from tests.train.rl_world import tiny
+from tests.train.test_ranks import fork_ranks
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -121,11 +130,35 @@ def test_a_recipe_names_where_the_optimizer_lives() -> None:
     assert sum(t.nbytes for t in optimizer.gradients()) == 4 * (7 * 11 + 11 + 11 * 3 + 3)
 
 
-def test_several_ranks_share_the_optimizer_out_already() -> None:
-    tree = {
-        "task": "rl", "model": {"path": "sums-policy"}, "data": {"world": "sums"}, "reward": {"rule": "exact"},
-        "algorithm": {"name": "grpo"}, "resources": {"data_parallel": 2},
-        "train": {"steps": 1, "lr": 1e-6, "prompts_per_step": 2, "samples_per_prompt": 2, "offload_optimizer": True},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"train\.offload_optimizer is for one rank, and resources name 2"):
-        parse_recipe(tree, "recipe")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 1, 1, 1, 1), id="data"),
+        pytest.param((1, 2, 1, 1, 1), id="context", marks=pytest.mark.slow),
+        pytest.param((1, 1, 2, 1, 1), id="tensor", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 2, 1), id="stages"),
+        pytest.param((2, 1, 1, 1, 2), id="experts"),
+        pytest.param((3, 1, 1, 1, 1), id="uneven", marks=pytest.mark.slow),
+        pytest.param((2, 1, 2, 1, 1), id="data-tensor", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 2, 1), id="data-stages", marks=pytest.mark.slow),
+        pytest.param((2, 1, 2, 1, 2), id="data-tensor-experts", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_step_their_shards_in_host_memory_as_on_the_device(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Bit for bit, in bfloat16, and in float32 with a value head beside the shards."""
+    words = ["-m", "tests.train.rank_offload", *map(str, shape), str(tmp_path)]
+    fork_ranks(math.prod(shape[:4]), words, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_mesh_of_one_gpu_steps_its_shards_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes one rank a GPU."""
+    monkeypatch.setattr(host_optimizer, "BUCKET", 512)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=(DATA, TENSOR))
+        check("shared", tiny, Ranks(mesh=mesh), tmp_path, shared=True, device="cuda")
+    finally:
+        dist.destroy_process_group()

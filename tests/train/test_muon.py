@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.config.supervised import SupervisedTrain
-from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.muon import Muon, orthogonal
+from plaudit.train.optim.sharded_optimizer import new_optimizer
 
 TOKENS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(0))
 

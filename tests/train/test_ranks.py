@@ -332,6 +332,29 @@ def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_is_kept(tmp
 
 
 LORA: dict[str, Any] = {**GRPO, "model": {"lora": {"rank": 4}}}
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("before", "after", "swapped"), [(TWO, (1, 1, 2), True), ((1, 2, 1), STAGES, False), (STAGES, TWO, True)], ids=str
+)
+def test_an_optimizer_in_host_memory_goes_on_over_ranks_of_another_shape(
+    before: Shape, after: Shape, swapped: bool, tmp_path: Path
+) -> None:
+    """With a critic of its own, and in the end on the device of one rank."""
+    run_alone(tmp_path / "one", PPO)
+    file, run = written(tmp_path / "recipe.toml", PPO, offload_optimizer=True), tmp_path / "many"
+    more = ("--set", "placement.name=swapped") if swapped else ()
+    fork_ranks(2, command(file, run, before, *more)[3:], tmp_path)
+    close(run, tmp_path / "one")
+    back_to_step_2(run)
+    fork_ranks(math.prod(after), command(file, run, after, *more, "--resume")[3:], tmp_path)
+    close(run, tmp_path / "one")
+    back_to_step_2(run)
+    run_alone(run, PPO, resume=True)
+    close(run, tmp_path / "one")
+
+
 SHARED: dict[str, Any] = {
     **PPO, "critic": {"shared": True, "warmup": 1}, "train": {"prompts_per_step": 6, "minibatches": 2, "lr": 3e-5}
 }  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +19,18 @@ from plaudit.models import choose_device, resolve
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.formats.quantised import read_model
 from plaudit.models.gpu import SMALLEST, check_device
+from plaudit.train.optim.host_memory import CURE, free_memory, gib, shortage
+from plaudit.train.run.ranks import ONE, Group
 
 BytesByOwner = dict[str, int]
-_MEMINFO = Path("/proc/meminfo")
 
 
-def check_fit(recipe: RlRecipe) -> None:
-    """Raise if the device that learns cannot hold what the recipe puts there. Says nothing of what it cannot know:
-    several ranks, and models that are not there, whose loading will say so."""
+def check_fit(recipe: RlRecipe, everyone: Group = ONE) -> None:
+    """Raise if the device that learns cannot hold what the recipe puts there, or a host what the ranks on it offload.
+    Says nothing of what it cannot know: devices of several ranks, and models that are not there, whose loading will
+    say so. All ranks take part."""
     device = choose_device(recipe.model.device)
-    _check_host(recipe, device)
+    _check_host(recipe, device, everyone)
     free = available(device)
     if recipe.resources.ranks > 1 or free is None:
         return
@@ -40,9 +41,9 @@ def check_fit(recipe: RlRecipe) -> None:
     phase, needed = fullest(recipe, sizes)
     if sum(needed.values()) <= free:
         return
-    parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in needed.items())
+    parts = " + ".join(f"{owner} {gib(size)}" for owner, size in needed.items())
     raise ConfigError(
-        f"{phase} needs {parts} = {_gib(sum(needed.values()))} GiB, without activations, and {device} has {_gib(free)} "
+        f"{phase} needs {parts} = {gib(sum(needed.values()))} GiB, without activations, and {device} has {gib(free)} "
         f"GiB free: {_cure(recipe, sizes, free)}"
     )
 
@@ -114,28 +115,22 @@ def available(device: str) -> int | None:
     if device.startswith("cuda"):
         check_device(device)
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    if not _MEMINFO.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    return free_memory()
 
 
-def _check_host(recipe: RlRecipe, device: str) -> None:
-    """What is offloaded must fit the host."""
-    free = available("cpu")
-    if not (recipe.train.offload_optimizer and device.startswith("cuda")) or recipe.model.lora or free is None:
+def _check_host(recipe: RlRecipe, device: str, everyone: Group) -> None:
+    """What is offloaded must fit the hosts, where each rank has an even share of it."""
+    if not (recipe.train.offload_optimizer and device.startswith("cuda")) or recipe.model.lora:
         return
     try:
         here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"offload_optimizer": False})})
         sizes = {o: s for o, s in owners(here, device).items() if o.endswith(("masters", "optimizer"))}
     except PlauditError:
-        return
-    if (needed := sum(sizes.values())) > free:
-        parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in sizes.items())
-        raise ConfigError(
-            f"train.offload_optimizer puts {parts} = {_gib(needed)} GiB into host memory, which has {_gib(free)} GiB "
-            "free: train with model.lora, or share the model out with resources.data_parallel"
-        )
+        sizes = {}  # of this rank, and not of others, perhaps: all of them take part in what follows
+    needed = sum(sizes.values())
+    if lack := shortage(needed // everyone.size, everyone):
+        parts = " + ".join(f"{owner} {gib(size)}" for owner, size in sizes.items())
+        raise ConfigError(f"train.offload_optimizer puts {parts} = {gib(needed)} GiB into host memory: {lack}; {CURE}")
 
 
 def _learning(model: str, count: int, dtype: torch.dtype, offloaded: bool = False) -> BytesByOwner:
@@ -170,16 +165,12 @@ def _cure(recipe: RlRecipe, sizes: BytesByOwner, free: int) -> str:
     for setting, wanted in (
         ('placement.name = "swapped"', fullest(swapped, sizes)[1]),
         *([("train.offload_optimizer = true", fullest(recipe, gradients)[1])] if offload else []),
-        (f"a smaller engine.kv_bytes (now {_gib(sizes.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
+        (f"a smaller engine.kv_bytes (now {gib(sizes.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
         ("model.lora, which trains few weights and needs no reference,", fullest(recipe, frozen)[1]),
     ):  # fmt: skip
         if sum(wanted.values()) <= free:
-            return f"set {setting}: then {_gib(sum(wanted.values()))} GiB are needed"
+            return f"set {setting}: then {gib(sum(wanted.values()))} GiB are needed"
     return (
         "no setting makes it fit one device; share it out with resources.data_parallel, or take a smaller model: the "
         f"smallest recipe is {SMALLEST}"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g}"

@@ -2,7 +2,8 @@
 
 An 8B model in bfloat16 has 16 GB of weights, and 96 GB that only the step needs. Here they never are on the device
 together: while one bucket is stepped, the next one comes and the last one goes, each on a stream of its own. The step
-is the one of `Optimizer`, element by element, and so are its bits and its checkpoints.
+is the one of `Optimizer`, element by element, and so are its bits and its checkpoints. Of a sharded module it is the
+step of this rank's parts.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from plaudit.config import TrainTable
-from plaudit.config.supervised import SupervisedTrain
-from plaudit.train.optim.muon import Muon
-from plaudit.train.optim.optimizer import Optimizer, spread, trained, wide
+from plaudit.errors import ConfigError
+from plaudit.train.optim.host_memory import CURE, shortage
+from plaudit.train.optim.optimizer import Optimizer, kind, local, spread, trained, wide
+from plaudit.train.run.ranks import ONE, Group
 
 BUCKET = 1 << 26
 """Elements of a bucket. Three are on the device at once, at 12 bytes an element: 2.4 GB. A power of two,
@@ -53,17 +55,24 @@ class HostOptimizer(Optimizer):
         self.sums: dict[str, Tensor] = {}
         self.steps = dict.fromkeys(self.parameters, 0)
         self.device = next(iter(self.parameters.values())).device
-        self.away, flat = _host_tensors(self.parameters)
-        if self.device.type == "cuda":
+        parts = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        if lack := shortage(_host_bytes(parts), self._everyone()):
+            raise ConfigError(f"train.offload_optimizer needs host memory: {lack}; {CURE}")
+        self.away, flat = _host_tensors(parts)
+        if self.device.type == "cuda" and flat.nbytes:
             _register(flat)
             weakref.finalize(self, _unregister, flat).atexit = False  # the driver lets go of a process that ends
         for name, parameter in self.parameters.items():
             if "master" in self.away[name]:
-                self.away[name]["master"].copy_(spread(parameter.detach()))
+                self.away[name]["master"].copy_(spread(parts[name]))
             parameter.register_post_accumulate_grad_hook(self._taker(name))  # type: ignore[no-untyped-call]
-        self.buckets = list(_buckets(self.parameters, table.weight_decay))
+        self.buckets = list(_buckets(parts, table.weight_decay))
         on_gpu = self.device.type == "cuda"
         self._coming, self._going = (torch.cuda.Stream(self.device) if on_gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def _everyone(self) -> Group:
+        """Whose shards are in the memory of hosts."""
+        return ONE
 
     def zero(self) -> None:
         self.sums.clear()
@@ -76,6 +85,12 @@ class HostOptimizer(Optimizer):
 
     def gradients(self) -> list[Tensor]:
         return [self.sums[name] for name in self.parameters if name in self.sums]  # a norm depends on their order
+
+    def gradient(self, name: str) -> Tensor | None:
+        return self.sums.get(name)
+
+    def put_gradient(self, name: str, gradient: Tensor) -> None:
+        self.sums[name] = gradient
 
     def state(self) -> dict[str, Tensor]:
         tensors = {f"{key}/{name}": value for name, kept in self.away.items() for key, value in kept.items()}
@@ -99,7 +114,7 @@ class HostOptimizer(Optimizer):
     def _taker(self, name: str) -> Callable[[Tensor], None]:
         def take(of: Tensor) -> None:
             assert of.grad is not None
-            gradient = of.grad.to(_kind(of))
+            gradient = local(of.grad).to(kind(of))
             self.sums[name] = self.sums[name].add_(gradient) if name in self.sums else gradient
             of.grad = None
 
@@ -148,7 +163,7 @@ class HostOptimizer(Optimizer):
         tensors, arrival = here
         if arrival is not None:
             torch.cuda.current_stream(self.device).wait_event(arrival)
-        weights = [piece.of(self.parameters[piece.name].detach()) for piece in bucket.pieces]
+        weights = [piece.of(local(self.parameters[piece.name].detach())) for piece in bucket.pieces]
         masters = [kept.get("master", weight) for kept, weight in zip(tensors, weights, strict=True)]
         before = torch.tensor([self.steps[piece.name] - 1.0 for piece in bucket.pieces], device=self.device)
         beta1, beta2 = self.table.betas
@@ -176,10 +191,6 @@ class HostOptimizer(Optimizer):
             return [] if self._going is None else [self._going.record_event()]
 
 
-def _kind(parameter: Tensor) -> torch.dtype:
-    return parameter.dtype if wide(parameter) else torch.float32
-
-
 def _register(memory: Tensor) -> None:
     """Pin it. torch's own pinned allocations are rounded up to a power of two."""
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))  # type: ignore[no-untyped-call]
@@ -189,22 +200,28 @@ def _unregister(memory: Tensor) -> None:
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))  # type: ignore[no-untyped-call]
 
 
-def _host_tensors(parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
+def _keys(parameter: Tensor) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if wide(parameter) else ("exp_avg", "exp_avg_sq", "master")
+
+
+def _host_bytes(parameters: Mapping[str, Tensor]) -> int:
+    return sum(len(_keys(p)) * p.numel() * kind(p).itemsize for p in parameters.values())
+
+
+def _host_tensors(parameters: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
     """By parameter moments of zeros and, for narrow weights, a float32 copy to be filled; and the memory of all."""
-    keys = {name: ("exp_avg", "exp_avg_sq", *(() if wide(p) else ("master",))) for name, p in parameters.items()}
-    size = sum(len(keys[name]) * p.numel() * _kind(p).itemsize for name, p in parameters.items())
-    flat = torch.zeros(size, dtype=torch.uint8)
+    flat = torch.zeros(_host_bytes(parameters), dtype=torch.uint8)
     tensors: dict[str, dict[str, Tensor]] = {}
     offset = 0
-    for name, parameter in sorted(parameters.items(), key=lambda item: -_kind(item[1]).itemsize):  # keeps them aligned
-        for key in keys[name]:
-            end = offset + parameter.numel() * _kind(parameter).itemsize
-            tensors.setdefault(name, {})[key] = flat[offset:end].view(_kind(parameter)).view(parameter.shape)
+    for name, parameter in sorted(parameters.items(), key=lambda item: -kind(item[1]).itemsize):  # keeps them aligned
+        for key in _keys(parameter):
+            end = offset + parameter.numel() * kind(parameter).itemsize
+            tensors.setdefault(name, {})[key] = flat[offset:end].view(kind(parameter)).view(parameter.shape)
             offset = end
     return tensors, flat
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Iterator[Bucket]:
+def _buckets(parameters: Mapping[str, Tensor], weight_decay: float) -> Iterator[Bucket]:
     for decay, names in (
         (weight_decay, [name for name, p in parameters.items() if p.ndim > 1]),
         (0.0, [name for name, p in parameters.items() if p.ndim <= 1]),
@@ -224,10 +241,3 @@ def _buckets(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Ite
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def new_optimizer(model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> Optimizer:
-    """Of a model on one rank."""
-    if isinstance(table, SupervisedTrain) and table.optimizer == "muon":
-        return Muon(model, table, beside)
-    return (HostOptimizer if table.offload_optimizer else Optimizer)(model, table, beside)

@@ -72,6 +72,13 @@ class Optimizer:
         tensors = [*self.masters.values(), *self.parameters.values()]
         return list({id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}.values())
 
+    def gradient(self, name: str) -> Tensor | None:
+        """Of this rank's part of a parameter, in the dtype of the step."""
+        return self.masters[name].grad
+
+    def put_gradient(self, name: str, gradient: Tensor) -> None:
+        self.masters[name].grad = gradient
+
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer, by parameter name."""
         tensors = {
@@ -111,7 +118,8 @@ class Optimizer:
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself, or its float32 copy, into which its gradients then flow."""
-        return parameter if wide(parameter) else local_master(parameter, parameter)
+        whole = wide(parameter) and not isinstance(parameter, DTensor)
+        return parameter if whole else local_master(parameter, local(parameter))
 
     def _is_copy(self, name: str) -> bool:
         return not wide(self.parameters[name])
@@ -128,6 +136,11 @@ def trained(model: nn.Module, beside: Mapping[str, nn.Parameter] | None) -> dict
 
 def wide(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.float32, torch.float64)
+
+
+def kind(parameter: Tensor) -> torch.dtype:
+    """In which a parameter is stepped."""
+    return parameter.dtype if wide(parameter) else torch.float32
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer of a sharded module: AdamW on this rank's parts, as plain tensors.
+"""The optimizer of a sharded module: AdamW on this rank's parts, as plain tensors, on the device or in host memory.
 
 torch's clipping and its fused AdamW refuse parameters of different meshes side by side. On local parts both are simple
 again; only the norm needs an exchange. Its state is saved as whole tensors, so that a run can go on with other ranks.
@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plaudit.config import TrainTable
+from plaudit.config.supervised import SupervisedTrain
 from plaudit.models.weights import Cut, Stored, read_stem
 from plaudit.train.optim.freed import give_back
-from plaudit.train.optim.optimizer import Optimizer, local, local_master
+from plaudit.train.optim.host_optimizer import HostOptimizer
+from plaudit.train.optim.muon import Muon
+from plaudit.train.optim.optimizer import Optimizer, kind, local
 from plaudit.train.optim.shard_files import Whole, of_all_stages, write_shards
 from plaudit.train.optim.sharding import Shards, cuts
-from plaudit.train.run.ranks import DATA, TENSOR
+from plaudit.train.run.ranks import DATA, TENSOR, Group
 
 
 class ShardedOptimizer(Optimizer):
@@ -29,44 +32,44 @@ class ShardedOptimizer(Optimizer):
         self.shards = shards
         super().__init__(shards.module, table, beside)
 
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        return local_master(parameter, local(parameter))
-
     def _clip(self) -> Tensor:
         data, tensor = self.shards.mesh[DATA], self.shards.mesh[TENSOR]
-        squares = torch.zeros(1, dtype=torch.float64, device=next(iter(self.masters.values())).device)
-        for name, master in self.masters.items():
-            split, stage = name in self.shards.parameters, self.shards.stage
-            if not split and stage.size > 1 and stage.rows.any(master.grad is not None):
-                if master.grad is None:  # the last stage alone has one
-                    master.grad = torch.zeros_like(master)
-                dist.all_reduce(master.grad, group=stage.rows.channel)
-            if master.grad is None:
+        squares = torch.zeros(1, dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        gradients: list[Tensor] = []
+        for name, parameter in self.parameters.items():
+            split, stage, gradient = name in self.shards.parameters, self.shards.stage, self.gradient(name)
+            if not split and stage.size > 1 and stage.rows.any(gradient is not None):
+                if gradient is None:  # the last stage alone has one
+                    gradient = torch.zeros_like(parameter, dtype=kind(parameter))
+                    self.put_gradient(name, gradient)
+                dist.all_reduce(gradient, group=stage.rows.channel)
+            if gradient is None:
                 continue
             if not split and data.size() > 1:
-                dist.all_reduce(master.grad, group=data.get_group())
+                dist.all_reduce(gradient, group=data.get_group())
             alike = 1 if split and self.shards.on_both(name) else tensor.size()
             if alike > 1:
-                dist.all_reduce(master.grad, group=tensor.get_group())
+                dist.all_reduce(gradient, group=tensor.get_group())
                 if name not in self.shards.summed:
                     # The ranks computed the same; after the mean they also have the same bits, and stay together.
-                    master.grad /= alike
+                    gradient /= alike
             copies = alike if split else alike * data.size() * stage.size
             if name in self.shards.on_both_ends:
-                dist.all_reduce(master.grad, group=stage.ends.channel)
+                dist.all_reduce(gradient, group=stage.ends.channel)
                 copies *= 2
-            squares += master.grad.double().square().sum() / copies
+            squares += gradient.double().square().sum() / copies
+            gradients.append(gradient)
         dist.all_reduce(squares)
         norm = squares.sqrt().squeeze()
         factor = (self.table.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        for master in self.masters.values():
-            if master.grad is not None:
-                master.grad *= factor
+        for gradient in gradients:
+            gradient *= factor
         return norm.float()
 
     def zero(self) -> None:
         super().zero()
-        give_back(sum(master.nbytes for master in self.masters.values() if master.device.type == "cpu"))
+        parts = [local(each.detach()) for each in self.parameters.values() if each.device.type == "cpu"]
+        give_back(sum(part.numel() * kind(part).itemsize for part in parts))
 
     def save(self, path: Path) -> None:
         """By all ranks, tensor by tensor."""
@@ -92,3 +95,22 @@ class ShardedOptimizer(Optimizer):
     def _cuts(self, path: str, at: Stored) -> list[Cut]:
         like = self.shards.parameters.get(path.split("/", 1)[1])
         return [] if like is None or not at.shape else cuts(like)
+
+
+class ShardedHostOptimizer(ShardedOptimizer, HostOptimizer):
+    """Each rank has the moments and float32 weights of its parts in its host's memory, and steps them through its
+    device; norms and checkpoints are those of all ranks."""
+
+    def _everyone(self) -> Group:
+        return self.shards.everyone
+
+
+def new_optimizer(
+    model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None, shards: Shards | None = None
+) -> Optimizer:
+    """Of a model on one rank or, with `shards`, over several."""
+    if shards is not None:
+        return (ShardedHostOptimizer if table.offload_optimizer else ShardedOptimizer)(shards, table, beside)
+    if isinstance(table, SupervisedTrain) and table.optimizer == "muon":
+        return Muon(model, table, beside)
+    return (HostOptimizer if table.offload_optimizer else Optimizer)(model, table, beside)

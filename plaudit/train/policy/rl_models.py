@@ -35,9 +35,8 @@ from plaudit.models.load import heads_of
 from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.context import check_context
 from plaudit.train.optim.experts import check_experts
-from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.pipeline import check_stages, stage_of
-from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharded_optimizer import new_optimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
 from plaudit.train.policy.critic import Critic, LocalCritic, SharedCritic
@@ -283,7 +282,7 @@ def new_critic(
     if checkpoint is None and stage_of(model).last:
         nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
-    optimizer = new_optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
+    optimizer = new_optimizer(model, train, shards=shards)
     optimizer.key = "critic.lr"
     return LocalCritic(
         model, tokenizer, optimizer, clip=recipe.algorithm.clip.value,

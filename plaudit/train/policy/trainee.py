@@ -15,10 +15,9 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.proof.support import inspect
 from plaudit.core.routing import Routing
 from plaudit.models import Loaded, load_tokenizer, resolve, save
-from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.shard_files import save_shards
-from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharded_optimizer import new_optimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
 from plaudit.train.policy.policy import Policy
@@ -74,10 +73,7 @@ class Trainee:
             routing=Routing(self.decoder) if recipe.train.routing_replay else None,
         )  # fmt: skip
         beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
-        if self.shards is None:
-            self.optimizer: Optimizer = new_optimizer(module, recipe.train, beside)
-        else:
-            self.optimizer = ShardedOptimizer(self.shards, recipe.train, beside)
+        self.optimizer: Optimizer = new_optimizer(module, recipe.train, beside, self.shards)
         self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
         self.teachers: Teachers | None = None
         try:

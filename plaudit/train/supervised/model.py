@@ -29,10 +29,9 @@ from plaudit.models import (
     resolve,
     save,
 )
-from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.shard_files import save_shards
-from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharded_optimizer import new_optimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
 from plaudit.train.policy.reference import adapters_off
@@ -85,9 +84,7 @@ class SupervisedModel:
         self.module.train()
 
     def new_optimizer(self) -> Optimizer:
-        if self.shards is None:
-            return new_optimizer(self.module, self.recipe.train)
-        return ShardedOptimizer(self.shards, self.recipe.train)
+        return new_optimizer(self.module, self.recipe.train, shards=self.shards)
 
     @property
     def parameters(self) -> int:

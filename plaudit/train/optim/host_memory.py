@@ -1,0 +1,47 @@
+"""Whether the machines have the host memory that `train.offload_optimizer` takes. Ranks on one machine share it."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from pathlib import Path
+
+from plaudit.train.run.ranks import ONE, Group
+
+CURE = (
+    "train with model.lora, or over more machines, or set train.offload_optimizer = false and share the model out over "
+    "more GPUs"
+)
+_MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
+
+
+def free_memory() -> int | None:
+    """Bytes of this machine's; None where the system does not say."""
+    if not _MEMINFO.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def shortage(needed: int, everyone: Group = ONE) -> str:
+    """The arithmetic of a machine whose ranks need more together than it has; empty where there is none. `needed` is
+    this rank's. All ranks take part, and get the same."""
+    # Containers on one machine have names of their own and one memory; machines may have one name.
+    boot = _BOOT.read_text() if _BOOT.exists() else platform.node()
+    mine = (boot, platform.node(), needed, free_memory())
+    machines: dict[str, list[tuple[str, int, int | None]]] = {}
+    for machine, *rest in everyone.gather_values(mine, tuple[str, str, int, int | None]):
+        machines.setdefault(machine, []).append(tuple(rest))
+    for ranks in machines.values():
+        total = sum(size for _, size, _ in ranks)
+        free = min((each for *_, each in ranks if each is not None), default=None)
+        if free is not None and total > free:
+            sizes = Counter(gib(size) for _, size, _ in ranks)
+            sums = " + ".join(f"{count} × {size}" for size, count in sizes.items())
+            sums = f"{sums} = " if len(ranks) > 1 else ""
+            return f"{sums}{gib(total)} GiB on {ranks[0][0]}, which has {gib(free)} GiB free"
+    return ""
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"
