@@ -14,8 +14,9 @@ from plaudit.core.device.lockstep import packed_spans, unpacked_copies, unpacked
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
-from tests.core.rank_engine import CASES, answers, module
-from tests.core.tiny import GROUPED, SIZES, model
+from tests.core.mixtures import VOCAB
+from tests.core.rank_engine import CASES, MIXED, answers, module, scored
+from tests.core.tiny import GROUPED, SIZES, model, plain_logprobs
 from tests.forked import run_all
 
 
@@ -24,11 +25,16 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", 2, 1, 2)
 
 
-def run_ranks(out: Path, device: str, size: int, *worlds: int) -> Path:
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("mixtures"), "cpu", 2, 1, kind="mixtures")
+
+
+def run_ranks(out: Path, device: str, size: int, *worlds: int, kind: str = "all") -> Path:
     for stages in worlds:
         (out / str(stages)).mkdir()
     command = ["-m", "tests.core.rank_engine"]
-    words = [str(size), str(out / "store"), str(out), device, *map(str, worlds)]
+    words = [str(size), str(out / "store"), str(out), device, kind, *map(str, worlds)]
     run_all([[*command, str(rank), *words] for rank in range(size)], out, [{}] * size)
     return out
 
@@ -43,6 +49,22 @@ def test_two_ranks_give_what_one_gives(case: str, stages: int, on_two: Path) -> 
 def test_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
     run_ranks(tmp_path, "cpu", 4, 2)
     for case in CASES:
+        check(tmp_path / "2", case)
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(case: str, mixed: Path) -> None:
+    """And log-probs as plain transformers computes them."""
+    check(mixed / "1", case)
+    found = load_file(mixed / "1" / f"{case}.safetensors")
+    expected = [plain_logprobs(module(case), ids) for ids in scored(VOCAB)]
+    assert np.abs(found["logprobs"] - np.concatenate(expected)).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_mixtures_over_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "cpu", 4, 2, kind="mixtures")
+    for case in MIXED:
         check(tmp_path / "2", case)
 
 
