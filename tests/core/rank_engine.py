@@ -103,9 +103,8 @@ def part_of(whole: Any, place: RankPosition, device: str, channel: RankGroups) -
     return module
 
 
-def main(rank: int, size: int, file: str, out: str, device: str, kind: str, worlds: list[int]) -> None:
+def main(rank: int, size: int, file: str, out: str, device: str, cases: str, worlds: list[int]) -> None:
     """Each world has so many stages; its answers go to a folder of that name."""
-    cases = MIXED if kind == "mixtures" else CASES
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
     everyone, between = (dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2))
@@ -115,7 +114,7 @@ def main(rank: int, size: int, file: str, out: str, device: str, kind: str, worl
         channel = RankGroups(
             rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last
         )
-        for case in cases:
+        for case in cases.split():
             part = part_of(module(case), place, device, channel)
             if rank:
                 follow(backend_of(inspect(part)), channel)
