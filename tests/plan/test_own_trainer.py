@@ -101,8 +101,11 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
         ((), GenerationLayout(), TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(dp=4, cp=2, ep=8, zero=3)),
         ((), GenerationLayout(pp=2), TrainingLayout(pp=2, dp=4, ep=4, zero=3)),
-        (("engine that cuts experts",), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
-        (("engine with expert parallelism",), GenerationLayout(ep=8), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(4, pp=2), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(4, ep=4), TrainingLayout(dp=8, ep=4, zero=3)),
+        (("engine with more expert than tensor parallelism",), GenerationLayout(ep=8),
+         TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
         ((), GenerationLayout(pp=2), TrainingLayout(tp=2, dp=2, cp=2, ep=8, zero=3)),
         (("tensor parallelism of experts",), GenerationLayout(), TrainingLayout(tp=4, dp=2, ep=2, zero=3)),
@@ -112,6 +115,18 @@ def test_experts_are_dealt_out_over_ranks_with_fsdp(
     told: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
 ) -> None:
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
+
+
+def test_tensor_ranks_that_do_not_divide_experts_are_named() -> None:
+    uneven = replace(ModelShape.named("qwen3-30b-a3b"), experts=66)
+    of = plan("hybrid", 8, GenerationLayout(4), TrainingLayout(dp=8, ep=2, zero=3))
+    assert missing(Workload(uneven), of) == ("engine whose tensor ranks do not divide the experts",)
+
+
+def test_a_mixture_larger_than_a_device_is_planned_over_the_ranks_of_an_engine() -> None:
+    found = ask(PlanOptions("qwen3-235b-a22b", "8x8xH200", placement=["disaggregated"], lora=16)).answer()
+    assert found.runnable
+    assert all(each.plan.generation.tp > 1 and each.plan.generation.ep == 1 for each in found.runnable)
 
 
 def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) -> None:
