@@ -425,7 +425,8 @@ class RlRecipe(BaseRecipe):
         reasons = {
             f'of engine.name = "{engine}" no experts are read: take the core\'s engine': engine != "core",
             f"resources name {self.resources.ranks} ranks to train on: set one": self.resources.ranks > 1,
-            f"an engine of {rollout.ranks} ranks records none: set one": rollout.ranks > 1,
+            f"rank 0 of an engine of {rollout.pipeline_parallel} stages has the routers of its own layers alone: set "
+            "resources.rollout.pipeline_parallel = 1": rollout.pipeline_parallel > 1,
             "resources.rollout.prefill hands KV over without them: set 0": rollout.prefill > 0,
         }
         for why, true in reasons.items():

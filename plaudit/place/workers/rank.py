@@ -65,14 +65,16 @@ def lead_engine(recipe: RlRecipe, start: frames.Start) -> tuple[Engine, Receiver
     )  # fmt: skip
     tree = table.model_dump(exclude_none=True)
     lora = recipe.model.lora
-    same = {"table": tree, "cores": start.cores, "lora": lora and lora.model_dump()}
+    record = recipe.train.routing_replay
+    same = {"table": tree, "cores": start.cores, "lora": lora and lora.model_dump(), "record": record}
     specs = [{**same, "local": int(device.partition(":")[2] or 0)} for device in devices]
     group = lead_here(table, specs, "plaudit.place.workers.rank")
     part = group.led(lambda: load_part(table, group, replaced=True, prepare=partial(attach_blank, lora)))
     module = part.loaded.module
     engine = Engine(
-        module, part.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed, channel=part.channel
-    )
+        module, part.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed, channel=part.channel,
+        record_experts=record,
+    )  # fmt: skip
     threading.Thread(target=_watch, args=(group,), daemon=True, name="guard").start()
     assert isinstance(engine.backend, Leader)
     return engine, RanksReceiver(engine.backend, _receiver(part))
@@ -140,6 +142,8 @@ def _load(group: RankGroup, spec: dict[str, Any]) -> Callable[[], None]:
     part = load_part(group.table, group, replaced=True, prepare=partial(attach_blank, lora))
     receiver = _receiver(part)
     backend = backend_of(inspect(part.loaded.module))
+    if spec["record"]:
+        backend.record_experts()
     return lambda: follow(backend, part.channel, lambda data: _taken(receiver, group.rank, data))
 
 
