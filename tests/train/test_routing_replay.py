@@ -187,7 +187,7 @@ SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "ur
         ({"resources": {"data_parallel": 2}}, "resources name 2 ranks"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"pipeline_parallel": 2}}},
-            "an engine of 2 stages has the routers of its own layers alone: set resources.rollout.pipeline_parallel = 1",
+            "rank 0 of an engine of 2 stages has the routers of its own layers alone",
         ),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"processes": 2, "prefill": 1}}},
