@@ -140,11 +140,18 @@ def test_experts_that_do_not_divide_are_refused_with_the_equation(family: str, t
     count = {"num_local_experts": 4} if family == "gpt_oss" else {"num_experts": 4, "moe_intermediate_size": 24}
     config = type(CONFIGS[family])(**{**SIZES, **other, **count}, head_dim=8)
     save(AutoModelForCausalLM.from_config(config), load_tokenizer(resolve("sums-policy")), tmp_path / "model")
-    tables = {"model": {"path": str(tmp_path / "model")}, "placement": DISAGGREGATED}
+    tables: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "placement": DISAGGREGATED}
     says = r"resources\.rollout: 4 experts cannot be dealt out to tensor_parallel = 3 ranks: 4 / 3 = 1\.33333"
     with pytest.raises(ConfigError, match=says):
         check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 3}}))
-    check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}}))
+    two = {"resources": {"rollout": {"tensor_parallel": 2}}}
+    check_engine_ranks(tiny_run(**tables, **two))
+    adapter = {"rank": 4, "targets": ["q_proj", "gate_up_proj"]}
+    tables["model"]["lora"] = adapter
+    with pytest.raises(
+        ConfigError, match=r"lora.targets names layers of experts, which resources.rollout.tensor_paral"
+    ):
+        check_engine_ranks(tiny_run(**tables, **two))
 
 
 def tokens(directory: Path) -> list[list[tuple[int, ...]]]:

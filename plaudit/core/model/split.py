@@ -36,9 +36,7 @@ ATTENTION = {
     for name, style in (("q_proj", "colwise"), ("k_proj", "colwise"), ("v_proj", "colwise"), ("o_proj", "rowwise"))
 }
 ENGINE_PLANS: Mapping[str, Mapping[str, str]] = {
-    "gpt_oss": ATTENTION,
-    "phimoe": ATTENTION,
-    "olmoe": ATTENTION,
+    **dict.fromkeys(("gpt_oss", "phimoe", "olmoe", "flex_olmo", "minimax_m2", "olmo2", "olmo3"), ATTENTION),
     "qwen2_moe": {
         f"layers.*.mlp.shared_expert.{name}": style
         for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
@@ -122,7 +120,9 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
         return cuts
     parts = list(split_parts(base, size, dealt=True, own=ENGINE_PLANS.get(base.config.model_type, {})))  # type: ignore[union-attr]
     prefix = next(name for name, part in module.named_modules() if part is base)
-    cuts |= {f"{prefix}.{name}": cut for name, cut in (*_narrow_experts(base, place), *_narrow_heads(base, place))}
+    split = {name.removesuffix(".base_layer") for name, _, _ in parts}
+    beside = (*_narrow_experts(base, place), *_narrow_heads(base, place, split))
+    cuts |= {f"{prefix}.{name}": cut for name, cut in beside}
     for name, part, style in parts:
         count = (part.out_features if style == "colwise" else part.in_features) // size
         cut = Cut(0 if style == "colwise" else 1, place.share * count, (place.share + 1) * count)
@@ -161,23 +161,21 @@ def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str,
         part.__class__ = _own(type(part))
 
 
-def _narrow_heads(base: nn.Module, place: RankPosition) -> Iterator[tuple[str, Cut]]:
-    """What attention has beside its matrices for every head: sinks, and norms over all of them together."""
-    size = place.tensor_parallel
+def _narrow_heads(base: nn.Module, place: RankPosition, split: set[str]) -> Iterator[tuple[str, Cut]]:
+    """What attention has beside the matrices that are split: sinks of every head, and norms over all heads together."""
     for home, part in list(base.named_modules()):
         attention: Any = part
-        if isinstance(sinks := getattr(part, "sinks", None), nn.Parameter):
-            count = len(sinks) // size
-            attention.sinks = _blank(sinks, count)
-            yield f"{home}.sinks", Cut(0, place.share * count, (place.share + 1) * count)
-        for name in ("q", "k"):
-            matrix, norm = getattr(part, f"{name}_proj", None), getattr(part, f"{name}_norm", None)
-            if matrix is None or norm is None or len(norm.weight) == attention.head_dim:
+        for name, beside in (("q_proj", "sinks"), ("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            own = getattr(part, beside, None)
+            if own is None or f"{home}.{name}" not in split:
                 continue
-            if len(norm.weight) == matrix.out_features:
-                count = len(norm.weight) // size
-                setattr(part, f"{name}_norm", FullNorm(norm, count))
-                yield f"{home}.{name}_norm.weight", Cut(0, place.share * count, (place.share + 1) * count)
+            whole = own if isinstance(own, nn.Parameter) else own.weight
+            if isinstance(own, nn.Module) and len(whole) == attention.head_dim:
+                continue  # a norm of each head
+            count = len(whole) // place.tensor_parallel
+            setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count))
+            cut = Cut(0, place.share * count, (place.share + 1) * count)
+            yield f"{home}.{beside}{'' if whole is own else '.weight'}", cut
 
 
 def _blank(like: nn.Parameter, count: int) -> nn.Parameter:

@@ -23,7 +23,7 @@ from plaudit.config.supervised import LoraTable
 from plaudit.core import Engine
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import REPLY_BYTES, Leader, follow
-from plaudit.core.model.split import keep_part
+from plaudit.core.model.split import OwnExperts, keep_part
 from plaudit.core.model.stages import RankPosition
 from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError, ModelError
@@ -37,7 +37,7 @@ from plaudit.place.workers import frames
 from plaudit.process.guard import Guard
 from plaudit.reward.load import LoadedPart, load_part
 from plaudit.serve.workers.ranks import RankGroup, lead_here, run_rank
-from plaudit.train.policy.lora import attach_blank
+from plaudit.train.policy.lora import attach_blank, beside_experts
 
 ERROR_CHARACTERS = REPLY_BYTES // 4
 
@@ -48,10 +48,17 @@ def check_engine_ranks(recipe: RlRecipe) -> None:
     if table.ranks > 1:
         assert recipe.model.path is not None
         place = RankPosition(0, table.tensor_parallel, table.pipeline_parallel)
+        module, adapter = outline(recipe.model.path, recipe.model.dtype).module, recipe.model.lora
         try:
-            keep_part(outline(recipe.model.path, recipe.model.dtype).module, place)
+            keep_part(module, place)
         except ModelError as error:
             raise ConfigError(f"resources.rollout: {error}") from error
+        dealt = any(isinstance(part, OwnExperts) for part in module.modules())
+        if dealt and adapter is not None and beside_experts(adapter):
+            raise ConfigError(
+                "model.lora.targets names layers of experts, which resources.rollout.tensor_parallel = "
+                f"{table.tensor_parallel} deals out whole: name those of attention, or set tensor_parallel = 1"
+            )
 
 
 def lead_engine(recipe: RlRecipe, start: frames.Start) -> tuple[Engine, Receiver]:
