@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FlexOlmoConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     PhimoeConfig,
@@ -52,6 +54,10 @@ OTHERS: dict[str, Any] = {  # whose engines are tried over several ranks alone
         first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
     ),
     "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "minimax_m2": MiniMaxM2Config(
+        **SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, scoring_func="sigmoid"
+    ),
     "phimoe": PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, attention_bias=True),
 }  # fmt: skip
 ROUTERS = {"qwen3_moe": "mlp.gate", "mixtral": "mlp.gate", "deepseek_v3": "mlp.gate", "gpt_oss": "mlp.router"}
