@@ -330,13 +330,14 @@ def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_pat
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     work = replace(work, model=ModelShape.named("qwen3-30b-a3b"), dtype="bf16", kv_dtype="bf16")
     outcome = replace(ask(PlanOptions("qwen3-30b-a3b", "1x8xH200", placement=["hybrid"])), workload=work).answer()
-    only = next(p for p in outcome.runnable if p.plan.training.ep == 4)
+    only = next(p for p in outcome.runnable if p.plan.training.ep == 8 and p.plan.generation.tp == 4)
     results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
     planned = tmp_path / "planned.toml"
     planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
     recipe = read_recipe(planned)
-    assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 4)
-    assert layout_of(recipe, work).ep == 4
+    assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 8)
+    assert recipe.resources.rollout.tensor_parallel == 4, "engines, which deal them out to their ranks"
+    assert layout_of(recipe, work).ep == 8
 
 
 def test_engines_over_the_devices_that_train_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
