@@ -118,7 +118,8 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
     base, size = trunk(module), place.tensor_parallel
     if size == 1:
         return cuts
-    parts = list(split_parts(base, size, dealt=True, own=ENGINE_PLANS.get(base.config.model_type, {})))  # type: ignore[union-attr]
+    config: Any = base.config
+    parts = list(split_parts(base, size, dealt=True, own=ENGINE_PLANS.get(config.model_type)))
     prefix = next(name for name, part in module.named_modules() if part is base)
     split = {name.removesuffix(".base_layer") for name, _, _ in parts}
     beside = (*_narrow_experts(base, place), *_narrow_heads(base, place, split))
@@ -158,7 +159,7 @@ def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str,
             setattr(part, name, _blank(parameter, count))
             yield f"{home}.{name}", cut
         experts.num_experts, experts.first, experts._is_expert_parallel = count, cut.start, True
-        part.__class__ = _own(type(part))
+        part.__class__ = _own(type(part))  # type: ignore[arg-type]
 
 
 def _narrow_heads(base: nn.Module, place: RankPosition, split: set[str]) -> Iterator[tuple[str, Cut]]:
