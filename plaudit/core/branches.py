@@ -27,6 +27,7 @@ from plaudit.core.sampling.noise import row_key
 from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scheduler import WORTH_COPYING
+from plaudit.core.text import StopTokens, stop_tokens
 from plaudit.errors import RequestError
 from plaudit.records import FinishReason, Sample
 
@@ -44,6 +45,19 @@ class Grown:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What ends a sample: `stops`, and the text of those of the `pauses` after which it is looked at."""
+
+    stops: frozenset[int]
+    text: StopTokens | None
+    pauses: frozenset[int]
+
+    def reached(self, drawn: Sequence[int]) -> bool:
+        last = drawn[-1]
+        return last in self.stops or (self.text is not None and last in self.pauses and self.text.complete(drawn))
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
     """A sample on its way. tokens: the path and what was drawn; the first `computed` have their KV in the chain."""
@@ -54,7 +68,7 @@ class _Row:
     key: int
     left: int
     params: SamplingParams
-    stops: frozenset[int]
+    end: _End
     place: Place | None
     raws: list[float] = field(default_factory=list)
     chain: Chain[Node] = field(default_factory=Chain)
@@ -76,17 +90,18 @@ class Branches:
         self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
         seeds: Sequence[int], steps: int | None = None,
     ) -> list[list[Grown]]:  # fmt: skip
-        """What `Engine.generate` gives for these prompts, without stop strings and what else is tested token by token
-        on the host. `steps`: after so many those that have ended make room; a guess of how long most are."""
-        stops: dict[int, frozenset[int]] = {}
+        """What `Engine.generate` gives for these prompts, except what the host tests after every token: constraints, and
+        stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are expected to have; after
+        so many, those that have ended make way for others."""
+        ends: dict[int, _End] = {}
         rows: list[_Row] = []
         for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
-            if id(options) not in stops:
-                stops[id(options)] = self._intake.check_params(options)
+            if id(options) not in ends:
+                ends[id(options)] = self._end(options)
             tokens = self._intake.tokens(path) if place is None else list(path)
             most = self._intake.most(len(tokens), options)
             rows += [
-                _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, stops[id(options)], place)
+                _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, ends[id(options)], place)
                 for i in range(options.n)
             ]
         grown: dict[_Row, Grown] = self._apart(lambda key: self._sample(key, rows, steps))
@@ -129,6 +144,18 @@ class Branches:
         return self._runner.let_go(places)
 
     # Sampling
+
+    def _end(self, params: SamplingParams) -> _End:
+        stops = self._intake.check_params(params)
+        if not params.stop:
+            return _End(stops, None, stops)
+        text = stop_tokens(self._intake.tokenizer, params.stop)
+        if text.ids is None or params.min_tokens:
+            raise RequestError(
+                f"no list of token ids says where the stop strings {list(params.stop)} may be complete (min_tokens "
+                f"{params.min_tokens}): use Engine.generate, which tests the text of every token"
+            )
+        return _End(stops, text, stops | text.ids)
 
     def _sample(self, key: Hashable, rows: list[_Row], steps: int | None) -> dict[_Row, Grown]:
         waiting, running, grown = deque(rows), list[_Row](), dict[_Row, Grown]()
@@ -202,7 +229,7 @@ class Branches:
             row.computed += count
             if not sound and any(value != value for value in raw[:count]):
                 row.finish = "error"
-            elif row.tokens[-1] in row.stops:
+            elif row.end.reached(row.tokens[row.begin :]):
                 row.finish = "stop"
             elif row.left == 0:
                 row.finish = "length"
@@ -220,7 +247,7 @@ class Branches:
         return DecodeBatch(
             tokens=tokens, positions=positions, drawn=drawn, left=left,
             alive=torch.ones(len(running), dtype=torch.bool, device=device),
-            stops=send(padded([row.stops for row in running], -1), device),
+            stops=send(padded([row.end.pauses for row in running], -1), device),
             tables=send(padded([row.chain.blocks for row in running], 0), device),
             sampler=self._sampler_of(running), lengths=lengths,
         )  # fmt: skip
@@ -228,8 +255,8 @@ class Branches:
     def _sampler_of(self, running: list[_Row]) -> Sampler:
         """The same for the same rows: a back end then goes on with what it has laid out for them."""
         if self._sampler is None or self._sampler[0] != running:
-            params, keys, stops = ([getattr(row, name) for row in running] for name in ("params", "key", "stops"))
-            self._sampler = list(running), Sampler(params, keys, stops, self._runner.hashes)
+            params, keys, ends = ([getattr(row, name) for row in running] for name in ("params", "key", "end"))
+            self._sampler = list(running), Sampler(params, keys, [end.stops for end in ends], self._runner.hashes)
         return self._sampler[1]
 
     def _ended(self, key: Hashable, row: _Row) -> Grown:

@@ -43,13 +43,19 @@ def told(grown: list[list[Grown]]) -> list[list[tuple[tuple[int, ...], str, floa
     return [[(each.tokens, each.finish, each.logprob) for each in own] for own in grown]
 
 
-def searched(engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3) -> None:
+def searched(
+    engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3, stops: tuple[str, ...] = ()
+) -> None:
     """A random search: at every level the draws are compared to the bit, and some paths are given up."""
     rng, branches = random.Random(3), engine.branches()
     open_paths: list[tuple[list[int], Place | None]] = [(path, None) for path in ids(engine)]
     for level in range(levels):
         paths, places = [path for path, _ in open_paths], [place for _, place in open_paths]
-        params = [SamplingParams(n=rng.randint(1, width), max_tokens=9, stop_token_ids=(stop(engine),)) for _ in paths]
+        ids_of_stops = () if stops else (stop(engine),)
+        params = [
+            SamplingParams(n=rng.randint(1, width), max_tokens=9, stop=stops, stop_token_ids=ids_of_stops)
+            for _ in paths
+        ]
         seeds = [rng.randrange(2**60) for _ in paths]
         grown = branches.sample(paths, places, params, seeds)
         engine.check()
@@ -67,6 +73,19 @@ def test_draws_are_those_of_generate_to_the_bit(reference: Engine) -> None:
     engine = Engine.load("sums-policy", device="cpu")
     searched(engine, reference)
     assert engine.stats().tokens_shared > 0
+
+
+@pytest.mark.parametrize("stops", [("=1",), ("+", "9;"), (";",)])
+def test_stop_strings_end_samples_where_generate_ends_them(reference: Engine, stops: tuple[str, ...]) -> None:
+    engine = Engine.load("sums-policy", device="cpu")
+    searched(engine, reference, stops=stops)
+    assert engine.stats().tokens_shared > 0
+
+
+def test_stop_strings_that_need_a_test_of_every_token_are_refused(reference: Engine) -> None:
+    params = SamplingParams(max_tokens=5, stop=("=1",), min_tokens=2)
+    with pytest.raises(RequestError, match="stop strings .* may be complete"):
+        reference.branches().sample(ids(reference)[:1], [None], [params], [1])
 
 
 @pytest.mark.parametrize("limits", [{"max_running": 4}, {"budget": 12, "max_running": 5}, {"look_every": 2}])
