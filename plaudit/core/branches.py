@@ -90,9 +90,9 @@ class Branches:
         self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
         seeds: Sequence[int], steps: int | None = None,
     ) -> list[list[Grown]]:  # fmt: skip
-        """What `Engine.generate` gives for these prompts, except what the host tests after every token: constraints, and
-        stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are expected to have; after
-        so many, those that have ended make way for others."""
+        """What `Engine.generate` gives for these prompts, except what the host tests after every token: constraints,
+        and stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are expected to have:
+        after so many, those that have ended make way for others."""
         ends: dict[int, _End] = {}
         rows: list[_Row] = []
         for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
