@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.branches import Branches, Grown
+from plaudit.core.branches import Branches, Continuation
 from plaudit.core.kv.prefix import Place
 from plaudit.errors import RequestError
 
@@ -38,7 +38,7 @@ def generated(
     return found
 
 
-def told(grown: list[list[Grown]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
+def told(grown: list[list[Continuation]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
     assert all(each.error is None for own in grown for each in own)
     return [[(each.tokens, each.finish, each.logprob) for each in own] for own in grown]
 
@@ -63,9 +63,9 @@ def searched(
         below = [([*path, *each.tokens], each.place) for path, own in zip(paths, grown, strict=True) for each in own]
         rng.shuffle(below)
         open_paths, gone = below[: keep * len(PROMPTS)], below[keep * len(PROMPTS) :]
-        branches.let_go([place for place in (*places, *(place for _, place in gone)) if place is not None])
+        branches.free_paths([place for place in (*places, *(place for _, place in gone)) if place is not None])
         engine.check()
-    branches.let_go([place for _, place in open_paths if place is not None])
+    branches.free_paths([place for _, place in open_paths if place is not None])
     assert engine.stats().evictions or engine.stats().tokens_resident == 0  # what went is computed for nobody's place
 
 
@@ -124,7 +124,7 @@ def test_a_place_of_other_weights_is_none(reference: Engine) -> None:
     assert engine.stats().tokens_computed - computed == len(longer) - 1 + len(second.tokens)
     assert told([[second]]) == generated(reference, [longer], params, [2])
     assert first.place is not None
-    assert branches.let_go([first.place]) == 0
+    assert branches.free_paths([first.place]) == 0
     engine.check()
 
 
@@ -164,7 +164,7 @@ def test_reading_is_scoring_and_computes_what_is_new(limits: dict[str, int]) -> 
     new = len(branches._intake.tokens(longer[0])) - len(branches._intake.tokens(texts[0]))
     # What is there twice is computed once but for its last token.
     assert computed <= 3 * (new + 1) + (0 if not limits else 3 * new)
-    branches.let_go([place for place in (*places, *ends) if place is not None])
+    branches.free_paths([place for place in (*places, *ends) if place is not None])
     engine.check()
     assert engine.stats().tokens_resident == 0
 

@@ -14,7 +14,7 @@ from plaudit.search.backends.step_text import StepText
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
-    from plaudit.core.branches import Grown
+    from plaudit.core.branches import Continuation
     from plaudit.core.kv.prefix import Place
 
 Ended = Literal["step", "end", "length"]
@@ -86,16 +86,16 @@ class CorePolicy:
             return []
         try:
             with self._lock:
-                grown = self._grown(asks)
+                continuations = self._continuations(asks)
         except RequestError as error:
             if len(asks) == 1:
                 return [[Step(error=str(error))] * asks[0].count]
             return [steps for ask in asks for steps in self.extend([ask])]
-        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, grown, strict=True)]
+        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, continuations, strict=True)]
 
     def release(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self.engine.branches().let_go(places)
+            self.engine.branches().free_paths(places)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""
@@ -110,27 +110,27 @@ class CorePolicy:
             stop=(table.stop,), max_tokens=left,
         )  # fmt: skip
 
-    def _grown(self, asks: Sequence[Ask]) -> list[list[Grown]]:
+    def _continuations(self, asks: Sequence[Ask]) -> list[list[Continuation]]:
         paths = [[*ask.prompt, *ask.response_ids] for ask in asks]
         params = [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks]
         seeds = [ask.seed for ask in asks]
         if self._by_place:
             places = [ask.place for ask in asks]
-            grown = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
-            lengths = sorted(len(each.tokens) for own in grown for each in own)
+            continuations = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
+            lengths = sorted(len(each.tokens) for own in continuations for each in own)
             self._most_end_by = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
-            return grown
-        grown = [[] for _ in asks]
+            return continuations
+        continuations = [[] for _ in asks]
         for sample in self.engine.generate(paths, params, seeds=seeds, text=False):
-            grown[sample.group].append(self.engine.branches().grown(sample))
-        return grown
+            continuations[sample.group].append(self.engine.branches().continuation(sample))
+        return continuations
 
-    def _step(self, ask: Ask, grown: Grown) -> Step:
-        if grown.error is not None:
-            return Step(error=f"generation failed: {grown.error}")
-        tokens = grown.tokens
-        ended: Ended = "length" if grown.finish == "length" else "step"
+    def _step(self, ask: Ask, continuation: Continuation) -> Step:
+        if continuation.error is not None:
+            return Step(error=f"generation failed: {continuation.error}")
+        tokens = continuation.tokens
+        ended: Ended = "length" if continuation.finish == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
         text = self._text(ask.response_ids, ask.text, tokens)
-        return Step(tokens, text, ended, grown.logprob, place=grown.place)
+        return Step(tokens, text, ended, continuation.logprob, place=continuation.place)
