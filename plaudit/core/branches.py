@@ -1,8 +1,8 @@
 """Paths that grow level by level, as in a tree search: sampled and scored in whole batches, on an engine's KV pool.
 
 A path carries its place in the prefix tree, the node in which it ends. So no path is looked up by all of its tokens, no
-request is created for it, and its children start to decode at once: they copy the last block of the path and compute its
-last token first. Samples are bit-equal to those of `Engine.generate`.
+request is created for it, and its children start to decode at once: they copy the last block of the path and compute
+its last token first. Samples are bit-equal to those of `Engine.generate`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What ends a sample: one of the tokens in `stops`, or a stop string. The device pauses a row at any of the `pauses`,
-    the tokens of both; the host then looks at its text."""
+    """What ends a sample: one of the tokens in `stops`, or a stop string. The device pauses a row at any of the
+    `pauses`, the tokens of both; the host then looks at its text."""
 
     stops: frozenset[int]
     text: StopTokens | None
@@ -78,8 +78,8 @@ class _Row:
 
 
 class Branches:
-    """Branches of one engine, which must not be used otherwise meanwhile. `apart` runs what changes the engine's pool and
-    tree, with the tree's key."""
+    """Branches of one engine, which must not be used otherwise meanwhile. `apart` runs what changes the engine's pool
+    and tree, with the tree's key."""
 
     def __init__(self, runner: Runner, intake: Intake, apart: Callable[[Callable[[Hashable], T]], T]) -> None:
         self._runner = runner
@@ -113,8 +113,8 @@ class Branches:
         self, sequences: Sequence[Sequence[int]], places: Sequence[Place | None], positions: Sequence[int],
         columns: Sequence[int] | None, hidden: bool,
     ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
-        """What `Engine.score` returns for each sequence at one position, (sequences, values), and each sequence's place.
-        `places`: of the beginnings of the sequences, where they are known."""
+        """What `Engine.score` returns for each sequence at one position, (sequences, values), and each sequence's
+        place. `places`: of the beginnings of the sequences, where they are known."""
         ids = [self._intake.tokens(*pair) for pair in zip(sequences, map(_checked, places), strict=True)]
         first = self._intake.reads(ids[:1], [positions[:1]], columns)[0]
         read = Read(first.what, (), first.columns, hidden)
@@ -192,7 +192,8 @@ class Branches:
         batch.compute([])
 
     def _window(self, key: Hashable, waiting: deque[_Row], running: list[_Row], most: int) -> int:
-        """The number of decode steps of one call, with blocks allocated for them; where blocks are short the last rows wait."""
+        """The number of decode steps of one call, with blocks allocated for them; where blocks are short the last rows
+        wait."""
         scheduler = self._runner.scheduler
         steps = min(most, max(row.left for row in running))
         while True:

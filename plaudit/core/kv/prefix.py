@@ -192,8 +192,8 @@ class PrefixTree:
     def hold_end(
         self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
     ) -> Place | None:  # fmt: skip
-        """Where the path tokens[:upto] ends, as far as it is here; `free_path` takes it back. `chain`: with which it was
-        entered."""
+        """Where the path tokens[:upto] ends, as far as it is here; `free_path` takes it back. `chain`: with which it
+        was entered."""
         nodes = chain.nodes if chain is not None else []
         if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
             end: Node | None = nodes[-1]
