@@ -407,10 +407,10 @@ class RlRecipe(BaseRecipe):
                 'placement.channel = "disk" or "collective" and placement.name = "disaggregated" or "async", without '
                 "model.lora; or leave delta out"
             )
-        if placement.channel == "reshard" and (self.engine.name != "core" or self.model.lora is not None):
+        if placement.channel == "reshard" and self.engine.name != "core":
             raise ValueError(
-                'placement.channel = "reshard" sends parts of all weights to engines of the core: set "collective", or '
-                "leave out engine.name and model.lora"
+                f'placement.channel = "reshard" sends each engine rank its shard, which engine.name = '
+                f'"{self.engine.name}" cannot receive: set placement.channel = "collective", or leave out engine.name'
             )
         if name == "hybrid" and placement.channel not in (None, "shared"):
             raise ValueError(

@@ -66,7 +66,6 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,
         "reference on the host": training.park,
-        "reshard channel of an adapter": plan.channel == "reshard" and workload.lora_rank > 0,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }
     return (*unsupported(workload), *(name for name, true in lacks.items() if true))

@@ -165,7 +165,7 @@ def test_paths_that_go_on_level_by_level_have_the_bits_of_whole_prompts() -> Non
     scored = [path[:-1] for path in paths]
     values, ends = run.branches().read(scored, [None] * len(scored), [len(s) - 1 for s in scored], [3, 5], False)
     assert abs(values - np.stack(run.score(scored, columns=[3, 5]))).max() < 0.1
-    run.branches().let_go([place for place in ends if place is not None])
+    run.branches().free_paths([place for place in ends if place is not None])
     run.check()
 
 

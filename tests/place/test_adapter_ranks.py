@@ -119,6 +119,10 @@ def test_ranks_that_train_and_generate(
         pytest.param(
             "llama", TENSOR, TENSOR_ENGINE, {"name": "async", "staleness": 0, "channel": "collective"}, id="async"
         ),
+        pytest.param("qwen3", (2, 1, 2), TENSOR_ENGINE, {"name": "disaggregated", "channel": "reshard"}, id="reshard"),
+        pytest.param(
+            "sums-policy", STAGES, STAGE_ENGINE, {"name": "disaggregated", "channel": "reshard"}, id="stages-reshard"
+        ),
     ],
 )
 def test_engines_apart(
