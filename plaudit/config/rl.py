@@ -406,10 +406,10 @@ class RlRecipe(BaseRecipe):
                 'placement.channel = "disk" or "collective" and placement.name = "disaggregated" or "async", without '
                 "model.lora; or leave delta out"
             )
-        if placement.channel == "reshard" and (self.engine.name != "core" or self.model.lora is not None):
+        if placement.channel == "reshard" and self.engine.name != "core":
             raise ValueError(
-                'placement.channel = "reshard" sends parts of all weights to engines of the core: set "collective", or '
-                "leave out engine.name and model.lora"
+                f'placement.channel = "reshard" sends each engine rank its shard, which engine.name = '
+                f'"{self.engine.name}" cannot receive: set placement.channel = "collective", or leave out engine.name'
             )
         if name == "hybrid" and placement.channel not in (None, "shared"):
             raise ValueError(
@@ -424,7 +424,8 @@ class RlRecipe(BaseRecipe):
         reasons = {
             f'of engine.name = "{engine}" no experts are read: take the core\'s engine': engine != "core",
             f"resources name {self.resources.ranks} ranks to train on: set one": self.resources.ranks > 1,
-            f"an engine of {rollout.ranks} ranks records none: set one": rollout.ranks > 1,
+            f"rank 0 of an engine of {rollout.pipeline_parallel} stages has the routers of its own layers alone: set "
+            "resources.rollout.pipeline_parallel = 1": rollout.pipeline_parallel > 1,
             "resources.rollout.prefill hands KV over without them: set 0": rollout.prefill > 0,
         }
         for why, true in reasons.items():

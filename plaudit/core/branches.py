@@ -1,8 +1,8 @@
-"""Paths that go on level by level, as those of a search do: sampled and read in whole batches, on an engine's books.
+"""Paths that grow level by level, as in a tree search: sampled and scored in whole batches, on an engine's KV pool.
 
-A path says with its place in the prefix tree what is computed of it. So nothing is looked up by all of its tokens, no
-request or sample is made for it, and its children decode at once: they copy the block in which the path ends, and the
-first thing they compute is its last token. Samples have the bits that `Engine.generate` gives them.
+A path carries its place in the prefix tree, the node in which it ends. So no path is looked up by all of its tokens, no
+request is created for it, and its children start to decode at once: they copy the last block of the path and compute
+its last token first. Samples are bit-equal to those of `Engine.generate`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from plaudit.core.sampling.noise import row_key
 from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scheduler import WORTH_COPYING
+from plaudit.core.text import StopTokens, stop_tokens
 from plaudit.errors import RequestError
 from plaudit.records import FinishReason, Sample
 
@@ -34,8 +35,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Grown:
-    """One sample. logprob: the mean of its tokens, at temperature 1. place: where the path that it makes ends."""
+class Continuation:
+    """One sample. logprob: the mean over its tokens, at temperature 1. place: the end of the extended path."""
 
     tokens: tuple[int, ...]
     finish: FinishReason
@@ -44,9 +45,23 @@ class Grown:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What ends a sample: one of the tokens in `stops`, or a stop string. The device pauses a row at any of the
+    `pauses`, the tokens of both; the host then looks at its text."""
+
+    stops: frozenset[int]
+    text: StopTokens | None
+    pauses: frozenset[int]
+
+    def reached(self, drawn: Sequence[int]) -> bool:
+        last = drawn[-1]
+        return last in self.stops or (self.text is not None and last in self.pauses and self.text.complete(drawn))
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sample on its way. tokens: the path and what was drawn; the first `computed` have their KV in the chain."""
+    """A sample in progress. tokens: the path and the tokens drawn; the first `computed` have their KV in the chain."""
 
     path: int
     tokens: list[int]
@@ -54,7 +69,7 @@ class _Row:
     key: int
     left: int
     params: SamplingParams
-    stops: frozenset[int]
+    end: _End
     place: Place | None
     raws: list[float] = field(default_factory=list)
     chain: Chain[Node] = field(default_factory=Chain)
@@ -63,7 +78,8 @@ class _Row:
 
 
 class Branches:
-    """Of one engine, which nobody else uses meanwhile. `apart` runs what changes its books, with the tree's key."""
+    """Branches of one engine, which must not be used otherwise meanwhile. `apart` runs what changes the engine's pool
+    and tree, with the tree's key."""
 
     def __init__(self, runner: Runner, intake: Intake, apart: Callable[[Callable[[Hashable], T]], T]) -> None:
         self._runner = runner
@@ -75,29 +91,30 @@ class Branches:
     def sample(
         self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
         seeds: Sequence[int], steps: int | None = None,
-    ) -> list[list[Grown]]:  # fmt: skip
-        """What `Engine.generate` gives for these prompts, without stop strings and what else is tested token by token
-        on the host. `steps`: after so many those that have ended make room; a guess of how long most are."""
-        stops: dict[int, frozenset[int]] = {}
+    ) -> list[list[Continuation]]:  # fmt: skip
+        """What `Engine.generate` gives for these prompts, except what the host tests after every token: constraints,
+        and stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are expected to have:
+        after so many, those that have ended make way for others."""
+        ends: dict[int, _End] = {}
         rows: list[_Row] = []
         for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
-            if id(options) not in stops:
-                stops[id(options)] = self._intake.check_params(options)
+            if id(options) not in ends:
+                ends[id(options)] = self._end(options)
             tokens = self._intake.tokens(path) if place is None else list(path)
             most = self._intake.most(len(tokens), options)
             rows += [
-                _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, stops[id(options)], place)
+                _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, ends[id(options)], place)
                 for i in range(options.n)
             ]
-        grown: dict[_Row, Grown] = self._apart(lambda key: self._sample(key, rows, steps))
-        return [[grown[row] for row in own] for _, own in groupby(rows, lambda row: row.path)]
+        continuations: dict[_Row, Continuation] = self._apart(lambda key: self._sample(key, rows, steps))
+        return [[continuations[row] for row in own] for _, own in groupby(rows, lambda row: row.path)]
 
     def read(
         self, sequences: Sequence[Sequence[int]], places: Sequence[Place | None], positions: Sequence[int],
         columns: Sequence[int] | None, hidden: bool,
     ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
-        """What `Engine.score` reads of each sequence at one position, (sequences, values), and where it ends. `places`:
-        of what a sequence begins with."""
+        """What `Engine.score` returns for each sequence at one position, (sequences, values), and each sequence's
+        place. `places`: of the beginnings of the sequences, where they are known."""
         ids = [self._intake.tokens(*pair) for pair in zip(sequences, map(_checked, places), strict=True)]
         first = self._intake.reads(ids[:1], [positions[:1]], columns)[0]
         read = Read(first.what, (), first.columns, hidden)
@@ -112,41 +129,53 @@ class Branches:
         return values, ends
 
     def place(self, tokens: Sequence[int]) -> Place | None:
-        """Of a path that was computed otherwise."""
+        """The place of a path that was computed by other calls."""
         place: Place | None = self._apart(lambda key: self._runner.tree.hold_end(key, tokens, len(tokens)))
         return place
 
-    def grown(self, sample: Sample) -> Grown:
-        """A sample that was drawn otherwise."""
+    def continuation(self, sample: Sample) -> Continuation:
+        """The same record for a sample of `Engine.generate`."""
         error = None if sample.error is None else sample.error.message
         place = self.place([*sample.prompt_ids, *sample.token_ids[:-1]]) if error is None else None
         logprob = sum(sample.raw_logprobs) / max(1, len(sample.token_ids))
-        return Grown(sample.token_ids, sample.finish_reason, logprob, place, error)
+        return Continuation(sample.token_ids, sample.finish_reason, logprob, place, error)
 
-    def let_go(self, places: Sequence[Place]) -> int:
-        """Give back at once the KV of paths that are given up; the blocks freed. Without it they go when somebody needs
-        the room."""
-        return self._runner.let_go(places)
+    def free_paths(self, places: Sequence[Place]) -> int:
+        """Free the KV of pruned paths at once; returns the number of blocks freed. Without it they are evicted when the
+        pool is full."""
+        return self._runner.free_paths(places)
 
     # Sampling
 
-    def _sample(self, key: Hashable, rows: list[_Row], steps: int | None) -> dict[_Row, Grown]:
-        waiting, running, grown = deque(rows), list[_Row](), dict[_Row, Grown]()
+    def _end(self, params: SamplingParams) -> _End:
+        stops = self._intake.check_params(params)
+        if not params.stop:
+            return _End(stops, None, stops)
+        text = stop_tokens(self._intake.tokenizer, params.stop)
+        if text.ids is None or params.min_tokens:
+            raise RequestError(
+                f"no list of token ids says where the stop strings {list(params.stop)} may be complete (min_tokens "
+                f"{params.min_tokens}): use Engine.generate, which tests the text of every token"
+            )
+        return _End(stops, text, stops | text.ids)
+
+    def _sample(self, key: Hashable, rows: list[_Row], steps: int | None) -> dict[_Row, Continuation]:
+        waiting, running, continuations = deque(rows), list[_Row](), dict[_Row, Continuation]()
         most = self._runner.scheduler.window if steps is None else min(self._runner.scheduler.window, steps)
         while waiting or running:
             begun = len(waiting)
             self._admit(key, waiting, running)
-            # The last rows of a level are few and nearly over: a whole window would be computed for nobody.
+            # The last rows of a level are few and end soon: most of a whole window would be computed in vain.
             self._decode(running, self._window(key, waiting, running, most if len(waiting) < begun else -(-most // 8)))
             for row in running:
                 if row.finish is not None:
-                    grown[row] = self._ended(key, row)
+                    continuations[row] = self._ended(key, row)
             running = [row for row in running if row.finish is None]
         self._sampler = None
-        return grown
+        return continuations
 
     def _admit(self, key: Hashable, waiting: deque[_Row], running: list[_Row]) -> None:
-        """Let rows begin, as far as there are blocks: compute what is missing of their paths but for the last token."""
+        """Start rows while there are blocks: compute what is missing of their paths, except the last token."""
         batch, runner = _Batch(self._runner, key), self._runner
         most = max(1, runner.scheduler.max_running - len(runner.scheduler.running))
         while waiting and len(running) < most:
@@ -163,13 +192,14 @@ class Branches:
         batch.compute([])
 
     def _window(self, key: Hashable, waiting: deque[_Row], running: list[_Row], most: int) -> int:
-        """How many steps are taken at once, with blocks for them; where there are too few the last rows wait."""
+        """The number of decode steps of one call, with blocks allocated for them; where blocks are short the last rows
+        wait."""
         scheduler = self._runner.scheduler
         steps = min(most, max(row.left for row in running))
         while True:
             ends = [row.computed + min(steps, row.left) for row in running]
             needs = [-(-end // self._size) - len(row.chain.blocks) for row, end in zip(running, ends, strict=True)]
-            blocks = _taken(self._runner, sum(need for need in needs if need > 0))
+            blocks = _allocate(self._runner, sum(need for need in needs if need > 0))
             if blocks is not None:
                 break
             if steps > scheduler.look_every:
@@ -202,7 +232,7 @@ class Branches:
             row.computed += count
             if not sound and any(value != value for value in raw[:count]):
                 row.finish = "error"
-            elif row.tokens[-1] in row.stops:
+            elif row.end.reached(row.tokens[row.begin :]):
                 row.finish = "stop"
             elif row.left == 0:
                 row.finish = "length"
@@ -220,40 +250,42 @@ class Branches:
         return DecodeBatch(
             tokens=tokens, positions=positions, drawn=drawn, left=left,
             alive=torch.ones(len(running), dtype=torch.bool, device=device),
-            stops=send(padded([row.stops for row in running], -1), device),
+            stops=send(padded([row.end.pauses for row in running], -1), device),
             tables=send(padded([row.chain.blocks for row in running], 0), device),
             sampler=self._sampler_of(running), lengths=lengths,
         )  # fmt: skip
 
     def _sampler_of(self, running: list[_Row]) -> Sampler:
-        """The same for the same rows: a back end then goes on with what it has laid out for them."""
+        """The same object for the same rows, so that a back end can reuse what it has prepared for them."""
         if self._sampler is None or self._sampler[0] != running:
-            params, keys, stops = ([getattr(row, name) for row in running] for name in ("params", "key", "stops"))
-            self._sampler = list(running), Sampler(params, keys, stops, self._runner.hashes)
+            params, keys, ends = ([getattr(row, name) for row in running] for name in ("params", "key", "end"))
+            self._sampler = list(running), Sampler(params, keys, [end.stops for end in ends], self._runner.hashes)
         return self._sampler[1]
 
-    def _ended(self, key: Hashable, row: _Row) -> Grown:
+    def _ended(self, key: Hashable, row: _Row) -> Continuation:
         assert row.finish is not None
         drawn = tuple(row.tokens[row.begin :])
         if row.finish == "error":
-            _released(self._runner, row.chain)
-            return Grown(drawn, "error", 0.0, None, f"{self._runner.decoder.name} gave logits that are not numbers")
-        return Grown(drawn, row.finish, sum(row.raws) / len(drawn), self._leave(key, row))
+            _release(self._runner, row.chain)
+            return Continuation(
+                drawn, "error", 0.0, None, f"{self._runner.decoder.name} gave logits that are not numbers"
+            )
+        return Continuation(drawn, row.finish, sum(row.raws) / len(drawn), self._leave(key, row))
 
     def _leave(self, key: Hashable, row: _Row) -> Place | None:
-        """Its KV stays in the tree alone."""
+        """Hand its KV over to the tree."""
         tree = self._runner.tree
         tree.extend(key, row.chain, row.tokens, row.computed, stored=True)
         place = tree.hold_end(key, row.tokens, row.computed, row.chain) if row.finish is not None else None
-        _released(self._runner, row.chain)
+        _release(self._runner, row.chain)
         row.chain = Chain()
         return place
 
     def _refuse(self, tokens: int) -> None:
         pool = self._runner.pool
         raise RequestError(
-            f"a path of {tokens} tokens and one more have no room in the KV pool: of its {pool.blocks} blocks of "
-            f"{self._size} tokens others hold {pool.in_use}; raise kv_bytes"
+            f"a path of {tokens} tokens and one more do not fit in the KV pool: of its {pool.blocks} blocks of "
+            f"{self._size} tokens {pool.in_use} are in use; raise kv_bytes"
         )
 
     # Reading
@@ -276,13 +308,13 @@ class Branches:
             readouts.append(take(self._runner.decoder, rows, [Reading(read, (), range(count))]))
             for tokens, chain in zip(sequences[first:], batch.chains, strict=False):
                 ends.append(self._runner.tree.hold_end(key, tokens, len(tokens), chain))
-                _released(self._runner, chain)
+                _release(self._runner, chain)
         self._runner.steps += len(readouts)
         return np.concatenate([readout.arrays()[0] for readout in readouts]), ends
 
 
 class _Batch:
-    """Paths that are computed together, as many tokens as a step may have."""
+    """Paths that are computed in one step, up to its token budget."""
 
     def __init__(self, runner: Runner, key: Hashable) -> None:
         self.runner, self.key = runner, key
@@ -296,7 +328,7 @@ class _Batch:
         self, tokens: list[int], share: int, compute: int, upto: int, place: Place | None
     ) -> Chain[Node] | None:  # fmt: skip
         """A chain with blocks for `upto` tokens, of which the first `compute` will be computed: at most `share` of them
-        come from the tree. None if there is no room for it any more."""
+        come from the tree. None if the pool or the budget is used up."""
         tree, pool, size = self.runner.tree, self.runner.pool, self.runner.backend.block_size
         match = tree.match(self.key, tokens, share, place)
         source, copied = match.partial, match.partial_tokens
@@ -309,16 +341,16 @@ class _Batch:
         for block in chain.blocks:
             pool.retain(block)
         pinned = source is not None and source.block not in self._sources
-        if source is not None and pinned:  # so that making room for the copy does not evict it
+        if source is not None and pinned:  # so that the copy's allocation does not evict it
             pool.retain(source.block)
             self._sources[source.block] = source
-        own = _taken(self.runner, -(-upto // size) - len(chain.blocks))
+        own = _allocate(self.runner, -(-upto // size) - len(chain.blocks))
         if own is None and source is not None and pinned:  # then its block may be the one that is missing
             self._unpin(source)
             source, have = None, len(match.nodes) * size
-            own = _taken(self.runner, -(-upto // size) - len(chain.blocks))
+            own = _allocate(self.runner, -(-upto // size) - len(chain.blocks))
         if own is None:
-            _released(self.runner, chain)
+            _release(self.runner, chain)
             return None
         chain.blocks += own
         if source is not None:
@@ -332,7 +364,7 @@ class _Batch:
         return chain
 
     def compute(self, positions: Sequence[int]) -> torch.Tensor:
-        """The rows at these positions, one of each chain; none of none."""
+        """The rows at these positions, one per chain; empty without positions."""
         backend, budget = self.runner.backend, self.runner.scheduler.budget
         copies = [copy for each in self._copies.values() for copy in each]
         rows = torch.empty(0)
@@ -352,7 +384,7 @@ class _Batch:
         return rows
 
     def _pieces(self, span: Span, budget: int, copies: list[Copy]) -> list[Span]:
-        """A path longer than a step may be: its first tokens are computed, the rest is left."""
+        """For a path longer than the budget: computes its first tokens, returns the rest."""
         self.runner.backend.forward([Span(span.tokens[:budget], span.start, span.blocks)], copies)
         later = [at - budget for at in span.wanted]
         return [Span(span.tokens[budget:], span.start + budget, span.blocks, later)]
@@ -364,12 +396,12 @@ class _Batch:
 
 
 def _checked(place: Place | None) -> int:
-    """How many tokens of a path were checked when they were new."""
+    """The number of tokens of a path that were validated when they were new."""
     return 0 if place is None else place.tokens
 
 
-def _taken(runner: Runner, count: int) -> list[int] | None:
-    """So many blocks, if that leaves one for each sequence that runs."""
+def _allocate(runner: Runner, count: int) -> list[int] | None:
+    """`count` blocks, if that leaves one for each running sequence; otherwise None."""
     pool, reserve = runner.pool, len(runner.scheduler.running)
     if pool.free < count + reserve:
         runner.tree.evict(count + reserve - pool.free)
@@ -378,7 +410,7 @@ def _taken(runner: Runner, count: int) -> list[int] | None:
     return [pool.take() for _ in range(count)]
 
 
-def _released(runner: Runner, chain: Chain[Node]) -> None:
+def _release(runner: Runner, chain: Chain[Node]) -> None:
     for block in chain.blocks:
         runner.pool.release(block)
     runner.tree.released(chain.nodes[-1:])  # something goes on from all others

@@ -191,9 +191,9 @@ class Runner(Books):
         self.tree.clear()
 
     @transaction
-    def let_go(self, places: Sequence[Place]) -> int:
-        """See PrefixTree.let_go."""
-        return sum(map(self.tree.let_go, places))
+    def free_paths(self, places: Sequence[Place]) -> int:
+        """See PrefixTree.free_path."""
+        return sum(map(self.tree.free_path, places))
 
     @transaction
     def apart(self, work: Callable[[], T]) -> T:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+from plaudit.models.text import decodes_apart
+
+INCOMPLETE = "\ufffd"  # what the bytes of an incomplete character decode to
+MOST_STOP_TOKENS = 1024  # a decode step compares every row's token with all of them
 
 
 class TextStream:
@@ -31,7 +37,7 @@ class TextStream:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._settled])
         now = self._decode(self._tokens[self._context :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
+        if now.endswith(INCOMPLETE) or len(now) <= len(before):
             return False
         start = len(self.text)
         self.text += now[len(before) :]
@@ -63,6 +69,47 @@ class TextStream:
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
         return text
+
+
+class StopTokens:
+    """The tokens that can complete a stop string, for decoding that tests only token ids: a sample pauses at one of
+    them, and `complete` decides by its text. No other token can complete a stop string.
+
+    ids   the tokens; None if the tokenizer allows no such list, or if it would be too long
+    """
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self.ids = _completing(tokenizer, stops) if decodes_apart(tokenizer) else None
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens, all of one sample, contains a stop string."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(stop in text for stop in self._stops)
+
+
+@lru_cache(maxsize=8)
+def stop_tokens(tokenizer: Any, stops: tuple[str, ...]) -> StopTokens:
+    """Computed once: it decodes the whole vocabulary."""
+    return StopTokens(tokenizer, stops)
+
+
+def _completing(tokenizer: Any, stops: tuple[str, ...]) -> frozenset[int] | None:
+    """A token completes a stop string if it contains the string, or begins with an end of it. Where a stop string has
+    characters beyond ASCII, a token may complete it with one byte of a character."""
+    ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
+    bytewise = not all(stop.isascii() for stop in stops)
+    numbers = sorted(tokenizer.get_vocab().values())
+    pieces = tokenizer.backend_tokenizer.decode_batch([[number] for number in numbers], skip_special_tokens=True)
+    ids = set()
+    for number, piece in zip(numbers, pieces, strict=True):
+        if piece.startswith(ends) or any(stop in piece for stop in stops):
+            if piece.endswith(INCOMPLETE):
+                return None  # TextStream looks for stop strings when the character is complete, some tokens later
+            ids.add(number)
+        elif bytewise and INCOMPLETE in piece:
+            ids.add(number)
+    return frozenset(ids) if len(ids) <= MOST_STOP_TOKENS else None
 
 
 def _overlap(text: str, stop: str) -> int:

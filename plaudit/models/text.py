@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, RequestError, one_line
@@ -177,3 +177,14 @@ def _new_codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
     unknown = tokenizer.unk_token_id
     normalized = backend.normalizer is not None and any(added[i].normalized for i in controls if i in added)
     return Codec(backend, controls, unknown, unknown is not None and unknown in ends, normalized)
+
+
+def decodes_apart(tokenizer: Any) -> bool:
+    """Whether two runs of tokens decode to the text of the first followed by that of the second, if the first ends with
+    a complete character. True of decoders that concatenate bytes or pieces and change nothing afterwards."""
+    base = PreTrainedTokenizerFast
+    if not isinstance(tokenizer, base) or tokenizer.clean_up_tokenization_spaces:
+        return False
+    if type(tokenizer).decode is not base.decode or type(tokenizer)._decode is not base._decode:
+        return False
+    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | decoders.ByteLevel)

@@ -78,8 +78,10 @@ class Disaggregated:
         return self.player
 
     def publish(self, version: int) -> dict[str, float]:
-        # To reshard nothing is gathered: every rank sends what it has.
-        metrics = {} if self.stage.recipe.placement.channel == "reshard" else self.stage.trainee.make_whole()
+        # Reshard gathers nothing, because every rank sends its own shards; an adapter is gathered, for it is small.
+        recipe = self.stage.recipe
+        gathers = recipe.placement.channel != "reshard" or recipe.model.lora is not None
+        metrics = self.stage.trainee.make_whole() if gathers else {}
         if not self.stage.ranks.main:
             self.orders.value(None)
             return metrics
@@ -152,8 +154,10 @@ def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within
             return DiskChannel(stage.directory / "weights" / within, seconds=table.deadline)
         case "collective":
             return CollectiveChannel(backend, host=host, seconds=table.deadline)
-        case "reshard":
+        case "reshard" if within == ".":
             return new_reshard(stage, orders, backend, host)
+        case "reshard":  # an adapter is too small for routes of its own
+            return CollectiveChannel(backend, host=host, seconds=table.deadline)
         case "shared":
             if not near:
                 raise ConfigError(

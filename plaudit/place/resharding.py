@@ -16,6 +16,7 @@ from plaudit.place.channels.reshard.sending import ReshardChannel
 from plaudit.place.channels.weights import Layout, Weights, named_tensors
 from plaudit.place.placement import PlacementContext
 from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy.lora import attach_blank
 from plaudit.train.run.orders import Orders
 
 
@@ -54,6 +55,7 @@ def engine_parts(recipe: RlRecipe, layout: Layout) -> list[dict[str, Box]]:
         return [needed(layout, [entry.name for entry in layout.entries], {})]
     assert recipe.model.path is not None
     whole = outline(recipe.model.path, recipe.model.dtype).module
+    attach_blank(recipe.model.lora, whole)
     parts = []
     for rank in range(rollout.ranks):
         part = deepcopy(whole)

@@ -51,13 +51,13 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     on_a_node = engines.devices_per_node // generation.devices  # engines, each of them whole
     left_over = plan.cluster.devices % generation.devices > 0
     lacks = {
-        "engine with expert parallelism": generation.ep > 1,
+        "engine with more expert than tensor parallelism": generation.ep > generation.tp,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engines over several devices that are not those that train": several and plan.shared and left_over,
         "engine over several nodes that are not those that train": several
         and not plan.shared
         and on_a_node * engines.nodes != plan.replicas,
-        "engine that cuts experts": generation.tp > 1 and model.experts > 0,
+        "engine whose tensor ranks do not divide the experts": model.experts % generation.tp > 0,
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
         "data parallelism without FSDP": training.dp * training.cp > 1 and training.zero < 3,
@@ -65,7 +65,6 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "tensor parallelism of latent attention": training.tp > 1 and model.latent,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
         "reference on the host": training.park,
-        "reshard channel of an adapter": plan.channel == "reshard" and workload.lora_rank > 0,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }
     return (*unsupported(workload), *(name for name, true in lacks.items() if true))

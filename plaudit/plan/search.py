@@ -64,7 +64,7 @@ def generation_layouts(workload: Workload, cluster: Cluster) -> Iterator[Generat
             # Stages pay only where a domain cannot hold the model.
             if tp * pp <= devices and (pp == 1 or tp == min(cluster.domain, _largest_power(devices))):
                 yield GenerationLayout(tp, pp)
-        if model.experts:
+        if model.experts and not workload.plain:  # tensor ranks of ours deal experts out by themselves
             for ep in _powers(min(devices, model.experts, 4 * cluster.domain)):
                 if ep > 1 and ep >= tp and model.experts % ep == 0:
                     yield GenerationLayout(tp, 1, ep)

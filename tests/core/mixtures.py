@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FlexOlmoConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from plaudit.core.proof.stand_in import stir
 
@@ -32,16 +44,34 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=4, num_experts_per_tok=2,
     ),
 }  # fmt: skip
+OTHERS: dict[str, Any] = {  # whose engines are tried over several ranks alone
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, head_dim=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1,
+        first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+    ),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "minimax_m2": MiniMaxM2Config(
+        **SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, scoring_func="sigmoid"
+    ),
+    "phimoe": PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, attention_bias=True),
+}  # fmt: skip
 ROUTERS = {"qwen3_moe": "mlp.gate", "mixtral": "mlp.gate", "deepseek_v3": "mlp.gate", "gpt_oss": "mlp.router"}
 
 
 def mixture(family: str, seed: int = 7) -> nn.Module:
     torch.manual_seed(seed)
-    module: nn.Module = AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="eager").eval()
+    config = {**CONFIGS, **OTHERS}[family]
+    module: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     stir(module, seed)
-    for router in routers(module, family):
+    for router in module.modules():
         if hasattr(router, "e_score_correction_bias"):
-            router.e_score_correction_bias.copy_(0.2 * torch.randn(8))
+            correction: Any = router.e_score_correction_bias
+            correction.copy_(0.2 * torch.randn(8))
     return module
 
 

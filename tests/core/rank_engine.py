@@ -1,5 +1,5 @@
 """What a test asks of an engine, on one process or as one of several ranks: `python -m tests.core.rank_engine RANK SIZE
-FILE OUT DEVICE STAGES...`."""
+FILE OUT DEVICE CASES STAGES...`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ from plaudit.core.proof.support import inspect
 from plaudit.models import ValueModel
 from plaudit.models.part import fill
 from plaudit.models.weights import Cut
+from tests.core.mixtures import CONFIGS as MIXTURES
+from tests.core.mixtures import OTHERS, mixture
 from tests.core.tiny import CONFIGS, model, sequences
 
 CASES = {
     "llama-outcome": ("llama", "sequence"), "qwen2-steps": ("qwen2", "token"), "qwen3-causal": ("qwen3", "causal"),
     "gemma2-causal": ("gemma2", "causal"), "llama-values": ("llama", "value"),
-    "deepseek_v3-causal": ("deepseek_v3", "causal"),
+    "deepseek_v3-causal": ("deepseek_v3", "causal"), "olmo2-causal": ("olmo2", "causal"),
 }  # fmt: skip
+MIXED = {f"{family}-mixture": (family, "causal") for family in {**MIXTURES, **OTHERS}}
 
 
 def module(case: str) -> Any:
-    family, kind = CASES[case]
+    family, kind = {**CASES, **MIXED}[case]
+    if case in MIXED:
+        return mixture(family)
     if kind != "value":
         return model(family, kind, labels=2, layers=3 if family == "llama" else 2)
     torch.manual_seed(7)
@@ -43,11 +48,15 @@ def module(case: str) -> Any:
     return value.eval()
 
 
+def scored(vocabulary: int) -> list[list[int]]:
+    ids = [[token % vocabulary for token in each] for each in sequences(1, 5, 4, 40)]
+    return [*ids, ids[0][:20] + ids[1], ids[0] + ids[2]]
+
+
 def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     """Scores with and without the cache, of sequences that share beginnings; and of a causal LM samples as well."""
-    kind = CASES[case][1]
-    ids = sequences(1, 5, 4, 40)
-    ids += [ids[0][:20] + ids[1], ids[0] + ids[2]]
+    kind = {**CASES, **MIXED}[case][1]
+    ids = scored(engine.decoder.vocab_size)
     places = [[0, len(s) // 2, len(s) - 1] for s in ids]
     columns = [3, 5] if kind == "causal" else None
     found = {
@@ -94,7 +103,7 @@ def part_of(whole: Any, place: RankPosition, device: str, channel: RankGroups) -
     return module
 
 
-def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[int]) -> None:
+def main(rank: int, size: int, file: str, out: str, device: str, cases: str, worlds: list[int]) -> None:
     """Each world has so many stages; its answers go to a folder of that name."""
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
@@ -105,7 +114,7 @@ def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[in
         channel = RankGroups(
             rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last
         )
-        for case in CASES:
+        for case in cases.split():
             part = part_of(module(case), place, device, channel)
             if rank:
                 follow(backend_of(inspect(part)), channel)
@@ -118,4 +127,4 @@ def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[in
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], list(map(int, sys.argv[6:])))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7], list(map(int, sys.argv[7:])))

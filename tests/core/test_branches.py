@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.branches import Branches, Grown
+from plaudit.core.branches import Branches, Continuation
 from plaudit.core.kv.prefix import Place
 from plaudit.errors import RequestError
 
@@ -38,18 +38,24 @@ def generated(
     return found
 
 
-def told(grown: list[list[Grown]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
+def told(grown: list[list[Continuation]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
     assert all(each.error is None for own in grown for each in own)
     return [[(each.tokens, each.finish, each.logprob) for each in own] for own in grown]
 
 
-def searched(engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3) -> None:
+def searched(
+    engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3, stops: tuple[str, ...] = ()
+) -> None:
     """A random search: at every level the draws are compared to the bit, and some paths are given up."""
     rng, branches = random.Random(3), engine.branches()
     open_paths: list[tuple[list[int], Place | None]] = [(path, None) for path in ids(engine)]
     for level in range(levels):
         paths, places = [path for path, _ in open_paths], [place for _, place in open_paths]
-        params = [SamplingParams(n=rng.randint(1, width), max_tokens=9, stop_token_ids=(stop(engine),)) for _ in paths]
+        ids_of_stops = () if stops else (stop(engine),)
+        params = [
+            SamplingParams(n=rng.randint(1, width), max_tokens=9, stop=stops, stop_token_ids=ids_of_stops)
+            for _ in paths
+        ]
         seeds = [rng.randrange(2**60) for _ in paths]
         grown = branches.sample(paths, places, params, seeds)
         engine.check()
@@ -57,9 +63,9 @@ def searched(engine: Engine, reference: Engine, levels: int = 4, width: int = 6,
         below = [([*path, *each.tokens], each.place) for path, own in zip(paths, grown, strict=True) for each in own]
         rng.shuffle(below)
         open_paths, gone = below[: keep * len(PROMPTS)], below[keep * len(PROMPTS) :]
-        branches.let_go([place for place in (*places, *(place for _, place in gone)) if place is not None])
+        branches.free_paths([place for place in (*places, *(place for _, place in gone)) if place is not None])
         engine.check()
-    branches.let_go([place for _, place in open_paths if place is not None])
+    branches.free_paths([place for _, place in open_paths if place is not None])
     assert engine.stats().evictions or engine.stats().tokens_resident == 0  # what went is computed for nobody's place
 
 
@@ -67,6 +73,19 @@ def test_draws_are_those_of_generate_to_the_bit(reference: Engine) -> None:
     engine = Engine.load("sums-policy", device="cpu")
     searched(engine, reference)
     assert engine.stats().tokens_shared > 0
+
+
+@pytest.mark.parametrize("stops", [("=1",), ("+", "9;"), (";",)])
+def test_stop_strings_end_samples_where_generate_ends_them(reference: Engine, stops: tuple[str, ...]) -> None:
+    engine = Engine.load("sums-policy", device="cpu")
+    searched(engine, reference, stops=stops)
+    assert engine.stats().tokens_shared > 0
+
+
+def test_stop_strings_that_need_a_test_of_every_token_are_refused(reference: Engine) -> None:
+    params = SamplingParams(max_tokens=5, stop=("=1",), min_tokens=2)
+    with pytest.raises(RequestError, match="no list of token ids"):
+        reference.branches().sample(ids(reference)[:1], [None], [params], [1])
 
 
 @pytest.mark.parametrize("limits", [{"max_running": 4}, {"budget": 12, "max_running": 5}, {"look_every": 2}])
@@ -105,7 +124,7 @@ def test_a_place_of_other_weights_is_none(reference: Engine) -> None:
     assert engine.stats().tokens_computed - computed == len(longer) - 1 + len(second.tokens)
     assert told([[second]]) == generated(reference, [longer], params, [2])
     assert first.place is not None
-    assert branches.let_go([first.place]) == 0
+    assert branches.free_paths([first.place]) == 0
     engine.check()
 
 
@@ -145,7 +164,7 @@ def test_reading_is_scoring_and_computes_what_is_new(limits: dict[str, int]) -> 
     new = len(branches._intake.tokens(longer[0])) - len(branches._intake.tokens(texts[0]))
     # What is there twice is computed once but for its last token.
     assert computed <= 3 * (new + 1) + (0 if not limits else 3 * new)
-    branches.let_go([place for place in (*places, *ends) if place is not None])
+    branches.free_paths([place for place in (*places, *ends) if place is not None])
     engine.check()
     assert engine.stats().tokens_resident == 0
 

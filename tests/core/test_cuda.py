@@ -165,7 +165,7 @@ def test_paths_that_go_on_level_by_level_have_the_bits_of_whole_prompts() -> Non
     scored = [path[:-1] for path in paths]
     values, ends = run.branches().read(scored, [None] * len(scored), [len(s) - 1 for s in scored], [3, 5], False)
     assert abs(values - np.stack(run.score(scored, columns=[3, 5]))).max() < 0.1
-    run.branches().let_go([place for place in ends if place is not None])
+    run.branches().free_paths([place for place in ends if place is not None])
     run.check()
 
 
@@ -251,10 +251,11 @@ def test_mixtures_decode_in_graphs(dtype: torch.dtype) -> None:
 
 
 def test_a_model_that_asks_the_host_in_a_step_decodes_without_graphs() -> None:
-    """As transformers' loop over experts does, here in a subclass that no kernel replaces."""
+    """As transformers' loop over experts does, here in parts that no kernel knows as experts."""
     model = causal("qwen3-moe")
+    model.config._experts_implementation = "eager"
     for layer in model.model.layers:
-        layer.mlp.experts._is_expert_parallel = True
+        del layer.mlp.experts.is_transposed
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with pytest.warns(UserWarning, match="Qwen3MoeForCausalLM decodes without CUDA graphs, .*: .*synchron"):
         engine(model).generate(PROMPTS, params)

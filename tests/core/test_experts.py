@@ -154,6 +154,37 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None
         assert torch.equal(few, many[:count])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_two_ranks_halves_of_the_experts_add_up_to_all(name: str, dtype: torch.dtype) -> None:
+    """By kernels that skip the pairs of the other rank, and leave nothing of what lay in memory before."""
+    kind, fields = EXPERTS[name]
+    whole = built(kind, name, fields, dtype)
+    x, ids, weights = pairs(40, 6, dtype)
+    total, found = torch.zeros_like(x), torch.zeros_like(x)
+    for first in (0, 3):
+        half = copy.deepcopy(whole)
+        half.config._experts_implementation = "grouped_mm"
+        for each, parameter in list(half.named_parameters()):
+            setattr(half, each, torch.nn.Parameter(parameter.data[first : first + 3].clone()))
+        half.num_experts, half._is_expert_parallel = 3, True
+        own = torch.where((ids >= first) & (ids < first + 3), ids - first, 3)
+        fusion = Fusion(torch.nn.ModuleList([half]), differentiable)  # type: ignore[arg-type]
+        assert half in dict(fusion.forwards)
+        torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
+        try:
+            with torch.no_grad():
+                total += half(x, own, weights)
+                with fusion.applied(False):
+                    found += half(x, own, weights)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    expected = whole(x, ids, weights).detach()
+    scale = expected.float().abs().max()
+    close(found / scale, expected / scale)
+    close(total / scale, expected / scale)
+
+
 class Clamped(Qwen3MoeExperts):
     """Of which small values look like any silu gate."""
 

@@ -157,7 +157,7 @@ def branched(engine: Engine) -> None:
     below = branches.sample(paths, ends, [params] * len(paths), range(len(paths)))
     _, read = branches.read(paths, [None] * len(paths), [len(path) - 1 for path in paths], [5, 11], False)
     every = [*ends, *read, *(each.place for own in below for each in own)]
-    branches.let_go([place for place in every if place is not None])
+    branches.free_paths([place for place in every if place is not None])
 
 
 def everything(engine: Engine, step: Callable[[], object]) -> None:

@@ -1,5 +1,6 @@
 """A model over two ranks gives what it gives on one: real processes, gloo, tiny models."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from plaudit.core.device.lockstep import packed_spans, unpacked_copies, unpacked
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
-from tests.core.rank_engine import CASES, answers, module
-from tests.core.tiny import GROUPED, SIZES, model
+from tests.core.mixtures import VOCAB
+from tests.core.rank_engine import CASES, MIXED, answers, module, scored
+from tests.core.tiny import GROUPED, SIZES, model, plain_logprobs
 from tests.forked import run_all
+from tests.rotation import in_turn, mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +27,11 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", 2, 1, 2)
 
 
-def run_ranks(out: Path, device: str, size: int, *worlds: int) -> Path:
+def run_ranks(out: Path, device: str, size: int, *worlds: int, cases: Iterable[str] = CASES) -> Path:
     for stages in worlds:
         (out / str(stages)).mkdir()
     command = ["-m", "tests.core.rank_engine"]
-    words = [str(size), str(out / "store"), str(out), device, *map(str, worlds)]
+    words = [str(size), str(out / "store"), str(out), device, " ".join(cases), *map(str, worlds)]
     run_all([[*command, str(rank), *words] for rank in range(size)], out, [{}] * size)
     return out
 
@@ -43,6 +46,25 @@ def test_two_ranks_give_what_one_gives(case: str, stages: int, on_two: Path) -> 
 def test_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
     run_ranks(tmp_path, "cpu", 4, 2)
     for case in CASES:
+        check(tmp_path / "2", case)
+
+
+@pytest.mark.parametrize("case", mostly_slow(MIXED))
+def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(case: str, tmp_path: Path) -> None:
+    """And log-probs as plain transformers computes them."""
+    run_ranks(tmp_path, "cpu", 2, 1, cases=[case])
+    check(tmp_path / "1", case)
+    found = load_file(tmp_path / "1" / f"{case}.safetensors")
+    expected = [plain_logprobs(module(case), ids) for ids in scored(VOCAB)]
+    assert np.abs(found["logprobs"] - np.concatenate(expected)).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_mixtures_over_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+    staged = [case for case in MIXED if module(case).config.base_model_pp_plan]
+    cases = [case for number, case in enumerate(staged) if in_turn(number, 3)]
+    run_ranks(tmp_path, "cpu", 4, 2, cases=cases)
+    for case in cases:
         check(tmp_path / "2", case)
 
 

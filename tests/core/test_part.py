@@ -95,7 +95,13 @@ def test_experts_that_files_have_one_by_one_are_read_in_part(family: str, tmp_pa
             for cut in cuts:
                 part = cut.of(part)
             assert torch.equal(at.read(*cuts), part), (name, cuts)
-    check_parts(tmp_path, (1, 2))
+    for sizes in ((1, 2), (2, 1), (2, 2)):
+        check_parts(tmp_path, sizes)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe", "olmoe"])
+def test_whole_experts_sinks_and_norms_over_all_heads_are_read_in_part(family: str, tmp_path: Path) -> None:
+    check_parts(saved(mixture(family), tmp_path), (2, 1))
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_what_is_given_up_goes_as_far_as_no_other_path_needs_it(stored: list[lis
     order = data.draw(st.permutations(range(len(stored))))
     for at, given_up in enumerate(order):
         before = tree.pool.free
-        assert tree.let_go(places[given_up]) == tree.pool.free - before
+        assert tree.free_path(places[given_up]) == tree.pool.free - before
         tree.check()
         tree.pool.check([[n.block for n in tree.nodes()]])
         for kept in order[at + 1 :]:
@@ -106,7 +106,7 @@ def test_from_its_place_a_path_is_found_as_from_the_root(stored: list[list[int]]
     for tokens, place in zip(stored, places, strict=True):
         assert tree.match("v0", tokens, len(tokens), place) == Match([]), "its node has gone"
         assert place is not None
-        tree.let_go(place)
+        tree.free_path(place)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -164,7 +164,7 @@ def test_a_key_that_holds_nothing_is_forgotten() -> None:
     assert len(tree._roots) == 3
     place = tree.hold_end("salt 39", [0, 1, 2, 0, 1], 5)
     assert place is not None
-    tree.let_go(place)
+    tree.free_path(place)
     assert "salt 39" not in tree._roots
     tree.evict(6)
     assert not tree._roots

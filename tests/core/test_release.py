@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.branches import Grown
+from plaudit.core.branches import Continuation
 from plaudit.core.device.cpu import CpuBackend
 from plaudit.core.kv.prefix import Place
 from plaudit.search.tree.tree import distinct_tokens
@@ -26,14 +26,14 @@ def paths(rng: random.Random) -> list[list[int]]:
     return found
 
 
-def grown(engine: Engine, sequences: list[list[int]], count: int = 1) -> list[Grown]:
+def grown(engine: Engine, sequences: list[list[int]], count: int = 1) -> list[Continuation]:
     """A token more of each path, drawn greedily, so that all of the path is computed."""
     params = [SamplingParams(n=count, max_tokens=1, temperature=0 if count == 1 else 1)] * len(sequences)
     every = engine.branches().sample(sequences, [None] * len(sequences), params, list(range(len(sequences))))
     return [each for own in every for each in own]
 
 
-def places(found: list[Grown]) -> list[Place]:
+def places(found: list[Continuation]) -> list[Place]:
     return [each.place for each in found if each.place is not None]
 
 
@@ -43,7 +43,7 @@ def test_what_is_released_is_gone_and_the_rest_is_found(engine: Engine, seed: in
     sequences = paths(random.Random(seed))
     found = grown(engine, sequences)
     before = engine.stats()
-    freed = engine.branches().let_go(places(found[6:]))
+    freed = engine.branches().free_paths(places(found[6:]))
     engine.check()
     after = engine.stats()
     assert before.blocks_in_use - after.blocks_in_use == freed
@@ -51,7 +51,7 @@ def test_what_is_released_is_gone_and_the_rest_is_found(engine: Engine, seed: in
     again = grown(engine, sequences[:6])
     # The last token of a path is always computed, for the row it gives, and a few where copying costs more.
     assert engine.stats().tokens_computed - computed <= 6 * 4
-    engine.branches().let_go(places([*found[:6], *again]))
+    engine.branches().free_paths(places([*found[:6], *again]))
     engine.check()
     assert engine.stats().tokens_resident == 0
 
@@ -63,7 +63,7 @@ def test_resident_tokens_are_the_distinct_beginnings(monkeypatch: pytest.MonkeyP
     sequences = paths(random.Random(9))
     found = grown(engine, sequences)
     assert engine.stats().tokens_resident == distinct_tokens(sequences)
-    engine.branches().let_go(places(found[4:]))
+    engine.branches().free_paths(places(found[4:]))
     engine.check()
     assert engine.stats().tokens_resident == distinct_tokens(sequences[:4])
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Mxfp4Config, Qwen3MoeConfig
 
 from plaudit import models
+from plaudit.core.model.split import keep_part
+from plaudit.core.model.stages import RankPosition
 from plaudit.errors import ModelError
 from plaudit.models.part import fill, outline
 from plaudit.place.memory.fit import parameters
@@ -63,6 +65,17 @@ def same(module: Any, other: Any) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+def same_parts(directory: Path, module: torch.nn.Module) -> None:
+    """What two ranks of an engine read: of a mixture half of the experts each."""
+    expected = module.state_dict()
+    for rank in range(2):
+        part = outline(directory, dtype="bfloat16")
+        cuts = keep_part(part.module, RankPosition(rank, 2))
+        fill(part.module, part.read, cuts, "cpu")
+        for name, tensor in part.module.state_dict().items():
+            assert torch.equal(tensor, cuts[name].of(expected[name]) if name in cuts else expected[name]), name
+
+
 @pytest.mark.parametrize(
     "config",
     [LlamaConfig(**SIZES), Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)],
@@ -79,6 +92,7 @@ def test_fp8_in_blocks_is_read_as_transformers_reads_it(config: Any, tmp_path: P
     assert part.readable
     fill(part.module, part.read, {}, "cpu")
     same(part.module, own)
+    same_parts(directory, own)
 
 
 def test_a_block_at_the_end_of_a_matrix_is_cut(tmp_path: Path) -> None:
@@ -115,6 +129,7 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_saved_plain(tmp_path: Path) 
         directory, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
     same(loaded.module, theirs)
+    same_parts(directory, loaded.module)
     again = models.save(loaded.module, loaded.tokenizer, tmp_path / "again")
     assert "quantization_config" not in json.loads((again / "config.json").read_text())
     same(models.load_policy(again, dtype="bfloat16").module, loaded.module)

@@ -18,6 +18,7 @@ from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
 from plaudit.train.policy import lora
 from plaudit.train.run.run import Run
+from tests.core.mixtures import mixture
 from tests.place.test_engine_parts import GRPO, SIZES, STAGE_ENGINE, TENSOR_ENGINE, ranks_that_generate
 from tests.train.rl_world import Silent, recipe
 from tests.train.test_ranks import (
@@ -46,7 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.manual_seed(0)
     save(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES)).float().eval(), tokenizer, root / "llama")
     save(Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SIZES)).float().eval(), tokenizer, root / "qwen3")
-    return {"llama": str(root / "llama"), "qwen3": str(root / "qwen3"), "sums-policy": "sums-policy"}
+    save(mixture("qwen3_moe"), tokenizer, root / "mixture")
+    return {"sums-policy": "sums-policy", **{name: str(root / name) for name in ("llama", "qwen3", "mixture")}}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,7 @@ def test_an_adapter_is_drawn_without_weights_as_beside_them() -> None:
     ("model", "shape", "rollout", "placement"),
     [
         pytest.param("sums-policy", TWO, TENSOR_ENGINE, "colocated", id="tensor-colocated"),
+        pytest.param("mixture", TWO, TENSOR_ENGINE, "colocated", id="mixture-colocated"),
         pytest.param("qwen3", TENSOR, STAGE_ENGINE, "hybrid", id="stages-hybrid"),
         pytest.param("llama", STAGES, TENSOR_ENGINE, "swapped", id="tensor-swapped"),
         pytest.param("qwen3", (2, 1, 2), {**TENSOR_ENGINE, **STAGE_ENGINE}, "swapped", id="four-swapped"),
@@ -115,6 +118,10 @@ def test_ranks_that_train_and_generate(
         pytest.param("qwen3", (1, 1, 1), STAGE_ENGINE, {"name": "disaggregated", "channel": "disk"}, id="stages-disk"),
         pytest.param(
             "llama", TENSOR, TENSOR_ENGINE, {"name": "async", "staleness": 0, "channel": "collective"}, id="async"
+        ),
+        pytest.param("qwen3", (2, 1, 2), TENSOR_ENGINE, {"name": "disaggregated", "channel": "reshard"}, id="reshard"),
+        pytest.param(
+            "sums-policy", STAGES, STAGE_ENGINE, {"name": "disaggregated", "channel": "reshard"}, id="stages-reshard"
         ),
     ],
 )

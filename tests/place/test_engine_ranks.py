@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from plaudit.config import RlRecipe
 from plaudit.core.model.split import keep_part
@@ -26,7 +26,7 @@ from plaudit.place.channels.target import DeltaTarget, PartTarget
 from plaudit.place.channels.weights import Weights, named_tensors
 from plaudit.place.workers.rank import check_engine_ranks
 from plaudit.rl.loop import RlTraining
-from tests.core.mixtures import mixture
+from tests.core.mixtures import CONFIGS, SIZES, mixture
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import numbers, samples, train
 from tests.train.rl_world import recipe
@@ -76,8 +76,11 @@ def models(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rank_takes_its_part_of_what_is_published(qwen3: str, tied: bool) -> None:
+    check_taking("sums-policy" if tied else qwen3)
+
+
+def check_taking(path: str) -> None:
     """The bits that it would have read from files of the same weights, whether all of them come or what changed."""
-    path = "sums-policy" if tied else qwen3
     whole, policy = outline(path), load_policy(path).module
     coming = Weights.of(policy)
     before = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1e-3, t) for name, t in coming.tensors.items()}
@@ -127,11 +130,28 @@ def test_ranks_that_do_not_divide_the_model_are_refused_with_the_equation(ranks:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_are_not_split_by_tensor_ranks_of_an_engine(family: str, models: Callable[[str], str]) -> None:
-    tables = {"model": {"path": models(family)}, "placement": DISAGGREGATED}
-    with pytest.raises(ConfigError, match=r"resources\.rollout: .*: set tensor_parallel = 1"):
-        check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}}))
-    check_engine_ranks(tiny_run(**tables, resources={"rollout": {"pipeline_parallel": 2}}))
+def test_a_rank_of_a_mixture_takes_its_experts_of_what_is_published(family: str, models: Callable[[str], str]) -> None:
+    check_taking(models(family))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_that_do_not_divide_are_refused_with_the_equation(family: str, tmp_path: Path) -> None:
+    other: Any = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    count = {"num_local_experts": 4} if family == "gpt_oss" else {"num_experts": 4, "moe_intermediate_size": 24}
+    config = type(CONFIGS[family])(**{**SIZES, **other, **count}, head_dim=8)
+    save(AutoModelForCausalLM.from_config(config), load_tokenizer(resolve("sums-policy")), tmp_path / "model")
+    tables: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "placement": DISAGGREGATED}
+    says = r"resources\.rollout: 4 experts cannot be dealt out to tensor_parallel = 3 ranks: 4 / 3 = 1\.33333"
+    with pytest.raises(ConfigError, match=says):
+        check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 3}}))
+    two = {"resources": {"rollout": {"tensor_parallel": 2}}}
+    check_engine_ranks(tiny_run(**tables, **two))
+    adapter = {"rank": 4, "targets": ["q_proj", "gate_up_proj"]}
+    tables["model"]["lora"] = adapter
+    with pytest.raises(
+        ConfigError, match=r"lora.targets names layers of experts, which resources.rollout.tensor_paral"
+    ):
+        check_engine_ranks(tiny_run(**tables, **two))
 
 
 def tokens(directory: Path) -> list[list[tuple[int, ...]]]:
@@ -153,8 +173,24 @@ def engine_ranks() -> list[psutil.Process]:
         ({"name": "disaggregated", "channel": "disk", "delta": True}, {"pipeline_parallel": 2}, "gpt_oss"),
         ({"name": "disaggregated", "channel": "reshard"}, {"pipeline_parallel": 2}, "deepseek_v3"),
         ({"name": "disaggregated", "channel": "collective"}, {"pipeline_parallel": 2}, "qwen3_moe"),
+        ({"name": "disaggregated"}, {"tensor_parallel": 2}, "qwen3_moe"),
+        ({"name": "async", "staleness": 0, "channel": "collective"}, {"tensor_parallel": 2}, "mixtral"),
+        ({"name": "disaggregated", "channel": "disk", "delta": True}, {"tensor_parallel": 2}, "gpt_oss"),
+        ({"name": "disaggregated", "channel": "reshard"}, {"tensor_parallel": 2}, "deepseek_v3"),
     ],
-    ids=["disk", "shared, stages", "async, collective", "mixtral", "gpt-oss", "deepseek-v3", "qwen3-moe"],
+    ids=[
+        "disk",
+        "shared, stages",
+        "async, collective",
+        "mixtral, stages",
+        "gpt-oss, stages",
+        "deepseek-v3, stages",
+        "qwen3-moe, stages",
+        "qwen3-moe",
+        "mixtral",
+        "gpt-oss",
+        "deepseek-v3",
+    ],
 )
 def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
     tmp_path: Path, models: Callable[[str], str], placement: dict[str, Any], rollout: dict[str, int], model: str

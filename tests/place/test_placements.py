@@ -71,6 +71,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHost)
         "disaggregated, shared",
         "disaggregated, disk",
         "disaggregated, collective",
+        "disaggregated, reshard",
         "async, staleness 0",
     ],
 )
@@ -89,7 +90,9 @@ def test_a_lora_run_publishes_its_adapter_alone(
         if step == 2:
             os.kill(rollout_host.workers[-1].pid, signal.SIGKILL)
 
-    found = train(tmp_path / "run", small(3, LORA, **PLACEMENTS[name]), rollout_host, look)
+    reshard = {"placement": {"name": "disaggregated", "channel": "reshard"}}
+    tables = reshard if name == "disaggregated, reshard" else PLACEMENTS[name]
+    found = train(tmp_path / "run", small(3, LORA, **tables), rollout_host, look)
     assert_equal((tmp_path / "run", found), adapted)
     assert {len(sizes), len(set(sizes))} == {3, 1}
     assert sizes[0] * 4 < whole

@@ -136,8 +136,7 @@ def test_all_ranks_send_to_an_engine_in_a_lost_ones_place(tmp_path: Path) -> Non
     [
         ({"placement": {"name": "hybrid", "channel": "reshard"}}, "are shared"),
         ({"placement": {"name": "disaggregated", "channel": "reshard", "delta": True}}, "placement.delta"),
-        ({**RESHARD, "model": {"lora": {"rank": 4}}}, "parts of all"),
-        ({**RESHARD, "engine": {"name": "vllm", "url": "http://localhost:1"}}, "parts of all"),
+        ({**RESHARD, "engine": {"name": "vllm", "url": "http://localhost:1"}}, '"vllm" cannot receive'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_resharded_is_refused(tables: dict[str, Any], said: str) -> None:

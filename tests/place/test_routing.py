@@ -45,6 +45,22 @@ def test_every_placement_replays_alike(tmp_path: Path, policy_path: Path, rollou
 
 
 @pytest.mark.slow
+def test_an_engine_of_two_ranks_records_what_one_records(
+    tmp_path: Path, policy_path: Path, rollout_host: RolloutHost
+) -> None:
+    """Each has half of the experts; losses differ by the rounding of their sums."""
+    one = train(tmp_path / "one", run_of(policy_path), rollout_host)
+    engine = {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"tensor_parallel": 2}}}
+    two = train(tmp_path / "two", run_of(policy_path, **engine), rollout_host)
+    drawn = [Dump.find(tmp_path / name).read(1)[0] for name in ("one", "two")]
+    assert all(a.token_ids == b.token_ids and a.experts == b.experts for a, b in zip(*drawn, strict=True))
+    assert all(sample.experts for sample in drawn[0])
+    for mine, theirs in zip(two.seen, one.seen, strict=True):
+        assert mine["mismatch/routing"] == theirs["mismatch/routing"] > 0
+        assert mine["policy/loss"] == pytest.approx(theirs["policy/loss"], abs=1e-5)
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_a_straight_one_and_is_made_again_to_the_bit(tmp_path: Path, policy_path: Path) -> None:
     file, straight, killed = tmp_path / "recipe.toml", tmp_path / "straight", tmp_path / "killed"
     file.write_text(to_toml(run_of(policy_path, train={"checkpoint": {"every": 1}})))

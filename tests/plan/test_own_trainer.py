@@ -108,8 +108,11 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
         ((), GenerationLayout(), TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(dp=4, cp=2, ep=8, zero=3)),
         ((), GenerationLayout(pp=2), TrainingLayout(pp=2, dp=4, ep=4, zero=3)),
-        (("engine that cuts experts",), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
-        (("engine with expert parallelism",), GenerationLayout(ep=8), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(4, pp=2), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(4, ep=4), TrainingLayout(dp=8, ep=4, zero=3)),
+        (("engine with more expert than tensor parallelism",), GenerationLayout(ep=8),
+         TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
         ((), GenerationLayout(pp=2), TrainingLayout(tp=2, dp=2, cp=2, ep=8, zero=3)),
         (("tensor parallelism of experts",), GenerationLayout(), TrainingLayout(tp=4, dp=2, ep=2, zero=3)),
@@ -119,6 +122,18 @@ def test_experts_are_dealt_out_over_ranks_with_fsdp(
     told: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
 ) -> None:
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
+
+
+def test_tensor_ranks_that_do_not_divide_experts_are_named() -> None:
+    uneven = replace(ModelShape.named("qwen3-30b-a3b"), experts=66)
+    of = plan("hybrid", 8, GenerationLayout(4), TrainingLayout(dp=8, ep=2, zero=3))
+    assert missing(Workload(uneven), of) == ("engine whose tensor ranks do not divide the experts",)
+
+
+def test_a_mixture_larger_than_a_device_is_planned_over_the_ranks_of_an_engine() -> None:
+    found = ask(PlanOptions("qwen3-235b-a22b", "8x8xH200", placement=["disaggregated"], lora=16)).answer()
+    assert found.runnable
+    assert all(each.plan.generation.tp > 1 and each.plan.generation.ep == 1 for each in found.runnable)
 
 
 def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) -> None:
@@ -332,13 +347,14 @@ def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_pat
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     work = replace(work, model=ModelShape.named("qwen3-30b-a3b"), dtype="bf16", kv_dtype="bf16")
     outcome = replace(ask(PlanOptions("qwen3-30b-a3b", "1x8xH200", placement=["hybrid"])), workload=work).answer()
-    only = next(p for p in outcome.runnable if p.plan.training.ep == 4)
+    only = next(p for p in outcome.runnable if p.plan.training.ep == 8 and p.plan.generation.tp == 4)
     results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
     planned = tmp_path / "planned.toml"
     planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
     recipe = read_recipe(planned)
-    assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 4)
-    assert layout_of(recipe, work).ep == 4
+    assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 8)
+    assert recipe.resources.rollout.tensor_parallel == 4, "engines, which deal them out to their ranks"
+    assert layout_of(recipe, work).ep == 8
 
 
 def test_engines_over_the_devices_that_train_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
@@ -438,6 +454,6 @@ def test_our_trainer_adapts_over_ranks_of_every_kind() -> None:
     for placement in ("hybrid", "swapped", "colocated"):
         assert missing(work, plan(placement, 2, GenerationLayout(2), TrainingLayout(tp=2))) == ()
     apart = plan("disaggregated", 2, GenerationLayout(2), TrainingLayout(tp=2), "reshard")
-    assert missing(work, apart) == ("reshard channel of an adapter",)
+    assert missing(work, apart) == ()
     with pytest.raises(ConfigError, match="lora rank = -1: expected one or more"):
         ask(PlanOptions("llama-3.1-8b", lora=-1))

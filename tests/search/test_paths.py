@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, decoders, models
 from plaudit.config.search import load_search
 from plaudit.core import Engine
 from plaudit.models import load_tokenizer
+from plaudit.models.text import decodes_apart
 from plaudit.search.backends.policy import CorePolicy
 from plaudit.search.backends.scored import Path, Scored
 from plaudit.search.backends.scoring import LocalScorer, open_scorer
-from plaudit.search.backends.step_text import HALF, StepText, decodes_apart
+from plaudit.search.backends.step_text import HALF, StepText
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
 from plaudit.search.tree.trail import Trails

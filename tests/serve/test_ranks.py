@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -10,19 +11,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 import plaudit
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.proof.stand_in import stir
 from plaudit.errors import RankLost
+from plaudit.models import load_tokenizer, resolve, save
 from plaudit.records import Item
 from plaudit.reward import load_reward
 from plaudit.serve.workers.ranks import ranked_engine
+from tests.core.mixtures import CONFIGS
 from tests.forked import ForkedCommand
+from tests.rotation import mostly_slow
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.test_chaos import MALFORMED, content, until
 from tests.train.test_ranks import fork_ranks
@@ -61,9 +69,10 @@ def expected() -> list[list[float]]:
 
 
 def good(
-    server: ServerProcess, number: int, expected: list[list[float]], http: httpx.Client | None = None
+    server: ServerProcess, number: int, expected: list[list[float]], http: httpx.Client | None = None,
+    items: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
-    asked = {"items": content(number % 40), "cache": False}
+    asked = {"items": items or content(number % 40), "cache": False}
     reply = (http or server.http).post("/v1/rewards", json=asked, timeout=300)
     assert reply.status_code == 200, reply.text
     found = [item["scores"][0] for item in reply.json()["items"]]
@@ -80,6 +89,23 @@ def test_two_ranks_score_as_one_process_does(server: ServerProcess, expected: li
 def test_two_stages_score_as_one_process_does(staged: ServerProcess, expected: list[list[float]]) -> None:
     for number in range(20):
         good(staged, number, expected)
+
+
+@pytest.mark.parametrize("family", mostly_slow(["qwen3_moe", "mixtral"]))
+def test_two_ranks_with_half_of_the_experts_each_score_as_one_process_does(family: str, tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS[family])
+    config.num_labels = 1
+    torch.manual_seed(0)
+    module: Any = AutoModelForSequenceClassification.from_config(config).eval()
+    stir(module, 0)
+    path = str(save(module, load_tokenizer(resolve("sums")), tmp_path / "model"))
+    reward = load_reward(path)
+    with ServerProcess({"models": {"mixture": {**MODEL, "path": path, "tensor_parallel": 2}}}) as server:
+        assert len(ranks(server)) == 1
+        for number in range(5):
+            items = [Item(tokens=tuple(entry["tokens"])) for entry in content(number)]
+            scores = [score.value for score in reward.score(items)]  # type: ignore[union-attr]
+            good(server, 0, [scores], items=content(number))
 
 
 def replaced(server: ServerProcess, pid: int) -> bool:

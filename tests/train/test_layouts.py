@@ -94,6 +94,8 @@ LAYOUTS = [
     Layout("mixture", TENSOR, expert=2, resumed=(DATA, 2)),
     Layout("mixture", (2, 1, 2), {"name": "swapped"}, expert=2, engine=STAGE_ENGINE, algorithm="ppo"),
     Layout("qwen3", STAGES, {"name": "swapped"}, engine=TENSOR_ENGINE),
+    Layout("mixture", DATA, {**APART, "channel": "reshard"}, expert=2, engine=TENSOR_ENGINE),
+    Layout("mixture", TENSOR, {**AHEAD, "channel": "collective"}, expert=2, engine=TENSOR_ENGINE),
 ]
 CHOSEN = [layout for number, layout in enumerate(LAYOUTS) if in_turn(number, 3)]
 

@@ -186,8 +186,8 @@ SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "ur
         (SERVED, 'of engine.name = "vllm" no experts are read'),
         ({"resources": {"data_parallel": 2}}, "resources name 2 ranks"),
         (
-            {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"tensor_parallel": 2}}},
-            "an engine of 2 ranks records none",
+            {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"pipeline_parallel": 2}}},
+            "rank 0 of an engine of 2 stages has the routers of its own layers alone",
         ),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"processes": 2, "prefill": 1}}},

@@ -133,7 +133,7 @@ class Backend(ABC):
     def record_experts(self) -> None:
         """Keep the experts of every token beside its KV, from the first open() on."""
         raise RequestError(
-            f"experts are recorded on a CPU and in engines of one rank, and this one is a {type(self).__name__} on "
+            f"experts are recorded on a CPU, and this engine's back end is a {type(self).__name__} on "
             f"{self.decoder.device}: leave out train.routing_replay"
         )
 

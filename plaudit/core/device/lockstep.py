@@ -123,6 +123,19 @@ class Leader(Backend):
         if channel.beats:
             threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
+    def record_experts(self) -> None:
+        """All ranks do so, before the first open(); the routers of every one choose alike."""
+        if self.channel.stages is not None:
+            raise RequestError(
+                "rank 0 of an engine of several stages has the routers of its own layers alone: set "
+                "pipeline_parallel = 1, or leave out train.routing_replay"
+            )
+        with self._lock:
+            self.inner.record_experts()
+
+    def experts_at(self, blocks: Sequence[int], tokens: int) -> bytes | None:
+        return self.inner.experts_at(blocks, tokens)
+
     def open(self, blocks: int) -> None:
         with self._together(OPEN, np.array([blocks])):
             self.inner.open(blocks)

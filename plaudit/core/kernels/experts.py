@@ -47,6 +47,7 @@ class Routes:
     )
     choices: int  # experts of a token
     tiles: Tiles
+    partial: bool = False  # some pairs have an expert of another rank
 
 
 @triton.jit
@@ -81,21 +82,23 @@ def _routes(ids, order, ends, blocks, pairs, most, ROWS: tl.constexpr, CHUNK: tl
         block += 1
 
 
-def routes(ids: Tensor, experts: int) -> Routes:
-    """Of the experts (tokens, choices) that routers chose."""
+def routes(ids: Tensor, experts: int, partial: bool = False) -> Routes:
+    """Of the experts (tokens, choices) that routers chose. `partial`: an id of `experts` is computed elsewhere."""
     ids = ids.contiguous()
     pairs = ids.numel()
     share = pairs / experts
     tiles = FEW if share <= 16 else SOME if share <= 96 else MANY
     most = pairs // tiles.rows + experts
+    # Without some pairs not all of the blocks are written.
+    made = torch.zeros if partial else torch.empty
     order, ends, blocks = (
-        torch.empty(*shape, dtype=torch.int32, device=ids.device) for shape in ((pairs,), (experts,), (3, most))
+        made(*shape, dtype=torch.int32, device=ids.device) for shape in ((pairs,), (experts,), (3, most))
     )
     chunk = CHUNKS[tiles is MANY]
     _routes[(experts,)](
         ids, order, ends, blocks, pairs, most, ROWS=tiles.rows, CHUNK=chunk, num_warps=chunk // 256, **early(ids)
     )
-    return Routes(order, ends, blocks, ids.shape[-1], tiles)
+    return Routes(order, ends, blocks, ids.shape[-1], tiles, partial)
 
 
 @triton.jit
@@ -169,7 +172,8 @@ def expert_product(
     pairs, inner = routes.order.numel(), weight.shape[2]
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
     x = x.contiguous()
-    y = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    made = torch.zeros if to_pairs and routes.partial else torch.empty
+    y = made(pairs, columns, dtype=x.dtype, device=x.device)
     tiles, most = routes.tiles, routes.blocks.shape[1]
     most_columns = tiles.columns // 2 if gated and tiles is MANY else tiles.columns
     width = min(most_columns, max(16, triton.next_power_of_2(columns)))

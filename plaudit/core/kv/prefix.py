@@ -192,8 +192,8 @@ class PrefixTree:
     def hold_end(
         self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
     ) -> Place | None:  # fmt: skip
-        """Where the path tokens[:upto] ends, as far as it is here; `let_go` takes it back. `chain`: with which it was
-        entered."""
+        """Where the path tokens[:upto] ends, as far as it is here; `free_path` takes it back. `chain`: with which it
+        was entered."""
         nodes = chain.nodes if chain is not None else []
         if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
             end: Node | None = nodes[-1]
@@ -207,7 +207,7 @@ class PrefixTree:
         end.paths += 1
         return Place(end, self._resets, upto)
 
-    def let_go(self, place: Place) -> int:
+    def free_path(self, place: Place) -> int:
         """A path is given up: nodes that no other path needs give their blocks back, from its end upwards, as far as
         nothing goes on from them and nobody uses them; how many."""
         node, freed = place.node, 0

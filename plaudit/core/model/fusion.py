@@ -189,11 +189,11 @@ class Fusion:
         if key not in kind_of:
             count = weight.shape[0]
             x = _random(weight, 6, weight.shape[2 if module.is_transposed else 1])
-            ids = _random(weight, 6, count).argsort(-1)[:, : min(2, count)]
+            ids = _random(weight, 6, count + module._is_expert_parallel).argsort(-1)[:, : min(2, count)]
             weights = _random(weight, *ids.shape).sigmoid()
             silu = module.has_gate and _gates_by_silu(module, weight)
             same = all(
-                _same(fused(silu, scale * x, ids, weights), module(scale * x, ids, weights), _roundings(weight))
+                _same(fused(silu, scale * x, ids, weights), original(scale * x, ids, weights), _roundings(weight))
                 for scale in SCALES
             )
             kind_of[key] = None if not same else "silu" if silu else "own"
@@ -225,7 +225,7 @@ class Fusion:
 def are_experts(module: Any) -> bool:
     """As transformers writes them where one function may take the place of another."""
     marked = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
-    if not marked or getattr(module, "_is_expert_parallel", False):
+    if not marked:
         return False
     weights = (getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), module.down_proj)
     return all(type(weight) is nn.Parameter and weight.ndim == 3 for weight in weights)

@@ -1,17 +1,20 @@
 """A module whose matrices are split over ranks, by the plan that comes with the model in transformers.
 
-Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down. A rank's layers are plain modules over
-its own part of the weights, and only the row-wise ones exchange anything: their products add up over the ranks. So
-hidden rows are whole, and equal, on every rank of a stage (stages.py); embeddings, norms and heads stay as they are.
+Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down; and whole experts of a mixture. A
+rank's layers are plain modules over its own part of the weights, and only the row-wise ones and the experts exchange
+anything: their products add up over the ranks. So hidden rows are whole, and equal, on every rank of a stage
+(stages.py), and a router, which every rank has, chooses the same experts everywhere. Embeddings, norms and heads stay
+as they are.
 (torch's DTensor, which training uses, would do the same arithmetic at the price of a dispatch for every operation, and
 the lean trunk could not read its weights.) All of it is done to a module on the meta device, before weights are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +31,18 @@ from plaudit.models.part import Read, fill
 from plaudit.models.weights import Cut
 
 TRIED = 8  # rows of a trial
+ATTENTION = {
+    f"layers.*.self_attn.{name}": style
+    for name, style in (("q_proj", "colwise"), ("k_proj", "colwise"), ("v_proj", "colwise"), ("o_proj", "rowwise"))
+}
+ENGINE_PLANS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("gpt_oss", "phimoe", "olmoe", "flex_olmo", "minimax_m2", "olmo2", "olmo3"), ATTENTION),
+    "qwen2_moe": {
+        f"layers.*.mlp.shared_expert.{name}": style
+        for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
+    },
+}
+"""What an engine adds to the plan of a family, where transformers has none for these parts, or a costlier one."""
 SUMMED = "replicated_with_grad_allreduce"
 """A part that every rank holds whole and uses for its own heads only, such as Qwen 3's norms of queries and keys."""
 
@@ -41,6 +56,46 @@ class RowLinear(nn.Linear):
         out = F.linear(input, self.weight)
         dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
+
+
+class FullNorm(nn.Module):
+    """Has this rank's columns of an RMS norm over all heads together: the squares add up in `group`."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, whole: Any, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, device="meta", dtype=whole.weight.dtype), requires_grad=False)
+        self.width, self.epsilon = whole.weight.shape[0], whole.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.pow(2).sum(-1, keepdim=True)
+        dist.all_reduce(squares, group=self.group)
+        return self.weight * (wide * torch.rsqrt(squares / self.width + self.epsilon)).to(x.dtype)
+
+
+class OwnExperts:
+    """Comes before the class of a layer's experts, of which this rank has `num_experts` from `first` on: what they
+    compute for the tokens that chose them adds up with the other ranks' in `group`."""
+
+    first: int
+    group: dist.ProcessGroup | None = None
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        count: int = self.num_experts  # type: ignore[attr-defined]
+        own = top_k_index - self.first
+        others = (own < 0) | (own >= count)
+        # Computed by none: transformers' and our kernels skip the number behind the last expert.
+        own, weights = own.masked_fill(others, count), top_k_weights.masked_fill(others, 0)
+        out: Tensor = super().__call__(hidden_states, own, weights)  # type: ignore[misc]
+        dist.all_reduce(out, group=self.group)
+        return out
+
+
+@cache
+def _own(experts: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Own{experts.__name__}", (OwnExperts, experts), {"__module__": experts.__module__})
 
 
 def keep_part(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
@@ -61,8 +116,14 @@ def keep_part(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
 def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     base, size = trunk(module), place.tensor_parallel
-    parts = list(split_parts(base, size)) if size > 1 else []
+    if size == 1:
+        return cuts
+    config: Any = base.config
+    parts = list(split_parts(base, size, dealt=True, own=ENGINE_PLANS.get(config.model_type)))
     prefix = next(name for name, part in module.named_modules() if part is base)
+    split = {name.removesuffix(".base_layer") for name, _, _ in parts}
+    beside = (*_narrow_experts(base, place), *_narrow_heads(base, place, split))
+    cuts |= {f"{prefix}.{name}": cut for name, cut in beside}
     for name, part, style in parts:
         count = (part.out_features if style == "colwise" else part.in_features) // size
         cut = Cut(0 if style == "colwise" else 1, place.share * count, (place.share + 1) * count)
@@ -77,23 +138,79 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
     return cuts
 
 
+def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str, Cut]]:
+    """Of every mixture this rank's experts, whole."""
+    size = place.tensor_parallel
+    for home, part in [(home, part) for home, part in base.named_modules() if are_experts(part)]:
+        experts: Any = part
+        total = experts.down_proj.shape[0]
+        if total % size:
+            raise ModelError(
+                f"{total} experts cannot be dealt out to tensor_parallel = {size} ranks: {total} / {size} = "
+                f"{total / size:g} is no whole number"
+            )
+        count = total // size
+        cut = Cut(0, place.share * count, (place.share + 1) * count)
+        for name, parameter in list(part.named_parameters()):
+            if parameter.shape[0] != total:
+                raise ModelError(
+                    f"{home}.{name} belongs to no one expert, so it cannot be dealt out: set tensor_parallel = 1"
+                )
+            setattr(part, name, _blank(parameter, count))
+            yield f"{home}.{name}", cut
+        experts.num_experts, experts.first, experts._is_expert_parallel = count, cut.start, True
+        part.__class__ = _own(type(part))  # type: ignore[arg-type]
+
+
+def _narrow_heads(base: nn.Module, place: RankPosition, split: set[str]) -> Iterator[tuple[str, Cut]]:
+    """What attention has beside the matrices that are split: sinks of every head, and norms over all heads together."""
+    for home, part in list(base.named_modules()):
+        attention: Any = part
+        for name, beside in (("q_proj", "sinks"), ("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            own = getattr(part, beside, None)
+            if own is None or f"{home}.{name}" not in split:
+                continue
+            whole = own if isinstance(own, nn.Parameter) else own.weight
+            if isinstance(own, nn.Module) and len(whole) == attention.head_dim:
+                continue  # a norm of each head
+            count = len(whole) // place.tensor_parallel
+            setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count))
+            cut = Cut(0, place.share * count, (place.share + 1) * count)
+            yield f"{home}.{beside}{'' if whole is own else '.weight'}", cut
+
+
+def _blank(like: nn.Parameter, count: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(count, *like.shape[1:], device="meta", dtype=like.dtype), requires_grad=False)
+
+
 def join(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a rank's part add up with those of its stage."""
     for part in module.modules():
-        if isinstance(part, RowLinear):
+        if isinstance(part, RowLinear | OwnExperts | FullNorm):
             part.group = group
 
 
 def check_split(whole: nn.Module, place: RankPosition, read: Read, group: dist.ProcessGroup, device: str) -> None:
-    """All ranks of a stage together: whether one layer, split, computes the rows that it computes whole. `whole` is the
-    module on the meta device, of which `read` has the weights."""
+    """All ranks of a stage together: whether a layer, split, computes the rows that it computes whole, and one with
+    experts where the first has none. `whole` is the module on the meta device, of which `read` has the weights."""
     if place.tensor_parallel == 1:
         return
-    layer = place.layers(len(trunk(whole).layers))[0]  # type: ignore[arg-type]
+    layers: Any = trunk(whole).layers
+    own = place.layers(len(layers))
+    mixtures = [layer for layer in own if any(are_experts(part) for part in layers[layer].modules())]
+    for layer in {own[0], *mixtures[:1]}:
+        _check_layer(whole, layer, place, read, group, device, layer in mixtures)
+
+
+def _check_layer(
+    whole: nn.Module, layer: int, place: RankPosition, read: Read, group: dist.ProcessGroup, device: str, mixture: bool
+) -> None:  # fmt: skip
     before, after = (_layer_rows(whole, layer, p, read, group, device) for p in (RankPosition(0, 1), place))
-    scale = before.abs().max().clamp(min=1e-6)
     tolerance = 1e-3 if before.dtype in (torch.float32, torch.float64) else 5e-2
-    if before.isfinite().all() and (after - before).abs().max() > tolerance * scale:
+    before, after = before.double(), after.double()
+    # In half precision one row of a mixture may be far off, where two experts are nearly equal.
+    distance, scale = (x.norm() if mixture else x.abs().max() for x in (after - before, before))
+    if before.isfinite().all() and distance > tolerance * scale.clamp(min=1e-6):
         raise ModelError(
             f"{type(whole).__name__} computes other rows when it is split over {place.tensor_parallel} ranks; its plan "
             "cannot be relied on: set tensor_parallel = 1"
@@ -124,11 +241,16 @@ def _layer_rows(
     return hidden
 
 
-def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[tuple[str, nn.Linear, str]]:
+def split_parts(
+    base: nn.Module, size: int, dealt: bool = False, own: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, nn.Linear, str]]:
     """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot. `dealt`: ranks
-    have its experts whole, by turns."""
+    have its experts whole, by turns. `own`: goes before the model's plan."""
     parts = (
-        each for name, part, style in planned(base, dealt) if style != SUMMED for each in _matrices(name, part, style)
+        each
+        for name, part, style in planned(base, dealt, own)
+        if style != SUMMED
+        for each in _matrices(name, part, style)
     )
     for name, part, style in parts:
         count = part.out_features if style == "colwise" else part.in_features
@@ -154,10 +276,14 @@ def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.
         yield f"{name}.{inner}", linear, style
 
 
-def planned(base: nn.Module, dealt: bool = False) -> list[tuple[str, nn.Module, str]]:
-    """What of the layers the model's plan names, each with its style, without experts that are `dealt` out."""
+def planned(
+    base: nn.Module, dealt: bool = False, own: Mapping[str, str] | None = None
+) -> list[tuple[str, nn.Module, str]]:
+    """What of the layers the model's plan names, or its `own`, each with its style, without experts that are `dealt`
+    out."""
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
+    plan |= own or {}
     parts = [
         (name, part, style)
         for name, part in base.named_modules()

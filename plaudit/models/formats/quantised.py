@@ -77,9 +77,12 @@ class Packed:
         return experts, groups * size * 2, outputs
 
     def read(self, *cuts: Cut) -> Tensor:
-        values, packed = torch.tensor(FP4, dtype=torch.bfloat16), _raw(self.blocks)
-        exponents = _raw(self.scales).int() - 127
-        whole = torch.empty(self.shape, dtype=torch.bfloat16)
+        own = Cut(0, 0, self.shape[0])  # of the experts no more is unpacked than is kept
+        if cuts and cuts[0].dim == 0:
+            own, cuts = cuts[0], cuts[1:]
+        values, packed = torch.tensor(FP4, dtype=torch.bfloat16), _raw(self.blocks, own)
+        exponents = _raw(self.scales, own).int() - 127
+        whole = torch.empty(len(packed), *self.shape[1:], dtype=torch.bfloat16)
         for expert, (bytes_, exponent) in enumerate(zip(packed, exponents, strict=True)):
             numbers = torch.stack([values[(bytes_ & 15).int()], values[(bytes_ >> 4).int()]], dim=-1).flatten(-2)
             whole[expert] = torch.ldexp(numbers, exponent[..., None]).flatten(-2).T
@@ -132,11 +135,11 @@ def _paired(
     return made
 
 
-def _raw(at: Stored) -> Tensor:
+def _raw(at: Stored, rows: Cut | None = None) -> Tensor:
     if at.dtype not in RAW:
         raise ModelError(f"{at.file}: a quantised tensor has dtype {at.dtype}; known: {', '.join(RAW)}")
     part = np.memmap(at.file, f"i{BITS[at.dtype] // 8}", "r", at.begin, at.shape)
-    return torch.from_numpy(np.array(part)).view(RAW[at.dtype])
+    return torch.from_numpy(np.array(part if rows is None else part[rows.start : rows.end])).view(RAW[at.dtype])
 
 
 def _cut(whole: Tensor, cuts: tuple[Cut, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from plaudit.config.supervised import LoraTable
 from plaudit.core import Engine
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import REPLY_BYTES, Leader, follow
-from plaudit.core.model.split import keep_part
+from plaudit.core.model.split import OwnExperts, keep_part
 from plaudit.core.model.stages import RankPosition
 from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError, ModelError
@@ -37,7 +37,7 @@ from plaudit.place.workers import frames
 from plaudit.process.guard import Guard
 from plaudit.reward.load import LoadedPart, load_part
 from plaudit.serve.workers.ranks import RankGroup, lead_here, run_rank
-from plaudit.train.policy.lora import attach_blank
+from plaudit.train.policy.lora import attach_blank, beside_experts
 
 ERROR_CHARACTERS = REPLY_BYTES // 4
 
@@ -48,10 +48,17 @@ def check_engine_ranks(recipe: RlRecipe) -> None:
     if table.ranks > 1:
         assert recipe.model.path is not None
         place = RankPosition(0, table.tensor_parallel, table.pipeline_parallel)
+        module, adapter = outline(recipe.model.path, recipe.model.dtype).module, recipe.model.lora
         try:
-            keep_part(outline(recipe.model.path, recipe.model.dtype).module, place)
+            keep_part(module, place)
         except ModelError as error:
             raise ConfigError(f"resources.rollout: {error}") from error
+        dealt = any(isinstance(part, OwnExperts) for part in module.modules())
+        if dealt and adapter is not None and beside_experts(adapter):
+            raise ConfigError(
+                "model.lora.targets names layers of experts, which resources.rollout.tensor_parallel = "
+                f"{table.tensor_parallel} deals out whole: name those of attention, or set tensor_parallel = 1"
+            )
 
 
 def lead_engine(recipe: RlRecipe, start: frames.Start) -> tuple[Engine, Receiver]:
@@ -65,14 +72,16 @@ def lead_engine(recipe: RlRecipe, start: frames.Start) -> tuple[Engine, Receiver
     )  # fmt: skip
     tree = table.model_dump(exclude_none=True)
     lora = recipe.model.lora
-    same = {"table": tree, "cores": start.cores, "lora": lora and lora.model_dump()}
+    record = recipe.train.routing_replay
+    same = {"table": tree, "cores": start.cores, "lora": lora and lora.model_dump(), "record": record}
     specs = [{**same, "local": int(device.partition(":")[2] or 0)} for device in devices]
     group = lead_here(table, specs, "plaudit.place.workers.rank")
     part = group.led(lambda: load_part(table, group, replaced=True, prepare=partial(attach_blank, lora)))
     module = part.loaded.module
     engine = Engine(
-        module, part.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed, channel=part.channel
-    )
+        module, part.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed, channel=part.channel,
+        record_experts=record,
+    )  # fmt: skip
     threading.Thread(target=_watch, args=(group,), daemon=True, name="guard").start()
     assert isinstance(engine.backend, Leader)
     return engine, RanksReceiver(engine.backend, _receiver(part))
@@ -140,6 +149,8 @@ def _load(group: RankGroup, spec: dict[str, Any]) -> Callable[[], None]:
     part = load_part(group.table, group, replaced=True, prepare=partial(attach_blank, lora))
     receiver = _receiver(part)
     backend = backend_of(inspect(part.loaded.module))
+    if spec["record"]:
+        backend.record_experts()
     return lambda: follow(backend, part.channel, lambda data: _taken(receiver, group.rank, data))
 
 

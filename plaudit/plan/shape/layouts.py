@@ -12,8 +12,9 @@ from plaudit.plan.shape.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """One replica. Without `ep` experts are cut like every matrix; with it they are dealt out whole, and where ep > tp
-    the attention runs ep / tp times beside itself on different sequences."""
+    """One replica. Without `ep` experts are cut like every matrix, or dealt out to the tensor ranks as in our engines,
+    which takes the same bytes; with it they are dealt out whole, tokens are exchanged, and where ep > tp the attention
+    runs ep / tp times beside itself on different sequences."""
 
     tp: int = 1
     pp: int = 1

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from plaudit.config.search import StepsTable
 from plaudit.errors import RequestError
@@ -14,7 +14,7 @@ from plaudit.search.backends.step_text import StepText
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
-    from plaudit.core.branches import Grown
+    from plaudit.core.branches import Continuation
     from plaudit.core.kv.prefix import Place
 
 Ended = Literal["step", "end", "length"]
@@ -71,11 +71,13 @@ class CorePolicy:
     """Our engine: children of a node share its KV, and what is given up is freed at once."""
 
     def __init__(self, engine: Engine, table: StepsTable) -> None:
+        from plaudit.core.text import stop_tokens
+
         self.engine = engine
         self.table = table
         self._lock = threading.Lock()  # an engine is for one thread at a time
         self._most_end_by: int | None = None  # tokens, by those of the level before
-        self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
+        self._by_place = engine.branching and stop_tokens(engine.tokenizer, (table.stop,)).ids is not None
         self._text = StepText(engine.tokenizer)
         self._params = lru_cache(maxsize=1 << 12)(self._new_params)
 
@@ -84,16 +86,16 @@ class CorePolicy:
             return []
         try:
             with self._lock:
-                grown = self._grown(asks)
+                continuations = self._continuations(asks)
         except RequestError as error:
             if len(asks) == 1:
                 return [[Step(error=str(error))] * asks[0].count]
             return [steps for ask in asks for steps in self.extend([ask])]
-        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, grown, strict=True)]
+        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, continuations, strict=True)]
 
     def release(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self.engine.branches().let_go(places)
+            self.engine.branches().free_paths(places)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""
@@ -105,41 +107,30 @@ class CorePolicy:
         left = min(table.max_step_tokens, max(1, table.max_tokens - written))
         return SamplingParams(
             n=count, temperature=0.0 if greedy else table.temperature, top_p=1.0 if greedy else table.top_p,
-            stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left,
+            stop=(table.stop,), max_tokens=left,
         )  # fmt: skip
 
-    def _grown(self, asks: Sequence[Ask]) -> list[list[Grown]]:
+    def _continuations(self, asks: Sequence[Ask]) -> list[list[Continuation]]:
         paths = [[*ask.prompt, *ask.response_ids] for ask in asks]
         params = [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks]
         seeds = [ask.seed for ask in asks]
-        if self.engine.branching and self._stop_ids:
+        if self._by_place:
             places = [ask.place for ask in asks]
-            grown = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
-            lengths = sorted(len(each.tokens) for own in grown for each in own)
+            continuations = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
+            lengths = sorted(len(each.tokens) for own in continuations for each in own)
             self._most_end_by = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
-            return grown
-        grown = [[] for _ in asks]
+            return continuations
+        continuations = [[] for _ in asks]
         for sample in self.engine.generate(paths, params, seeds=seeds, text=False):
-            grown[sample.group].append(self.engine.branches().grown(sample))
-        return grown
+            continuations[sample.group].append(self.engine.branches().continuation(sample))
+        return continuations
 
-    def _step(self, ask: Ask, grown: Grown) -> Step:
-        if grown.error is not None:
-            return Step(error=f"generation failed: {grown.error}")
-        tokens = grown.tokens
-        ended: Ended = "length" if grown.finish == "length" else "step"
+    def _step(self, ask: Ask, continuation: Continuation) -> Step:
+        if continuation.error is not None:
+            return Step(error=f"generation failed: {continuation.error}")
+        tokens = continuation.tokens
+        ended: Ended = "length" if continuation.finish == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
         text = self._text(ask.response_ids, ask.text, tokens)
-        return Step(tokens, text, ended, grown.logprob, place=grown.place)
-
-
-@lru_cache(maxsize=8)  # a decoding of every token that there is
-def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:
-    """The tokens that end a step, if that can be told token by token; then the device tests it, not the host.
-    It can where the stop text is one character and no token has anything after it."""
-    if len(stop) != 1:
-        return ()
-    pieces = ((id, tokenizer.decode([id])) for id in sorted(tokenizer.get_vocab().values()))
-    holding = [(id, piece) for id, piece in pieces if stop in piece]
-    return tuple(id for id, _ in holding) if all(piece.index(stop) == len(piece) - 1 for _, piece in holding) else ()
+        return Step(tokens, text, ended, continuation.logprob, place=continuation.place)

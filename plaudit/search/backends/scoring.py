@@ -66,7 +66,7 @@ class LocalScorer:
 
     def release(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self.engine.branches().let_go(places)
+            self.engine.branches().free_paths(places)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""

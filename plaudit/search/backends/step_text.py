@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
+from plaudit.models.text import decodes_apart
 
 TEXTS_KEPT = 1 << 13  # siblings repeat each other, and so do the steps of one question
 HALF = "\ufffd"  # what a character decodes to of which tokens are missing
@@ -31,14 +30,3 @@ class StepText:
     def _decode_alone(self, tokens: tuple[int, ...]) -> str:
         text: str = self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
         return text
-
-
-def decodes_apart(tokenizer: Any) -> bool:
-    """Whether the text of two runs of tokens is that of the first and that of the second, if the first ends with a
-    whole character: true of what puts the bytes or the texts of tokens end to end, and changes nothing after that."""
-    base = PreTrainedTokenizerFast
-    if not isinstance(tokenizer, base) or tokenizer.clean_up_tokenization_spaces:
-        return False
-    if type(tokenizer).decode is not base.decode or type(tokenizer)._decode is not base._decode:
-        return False
-    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | decoders.ByteLevel)

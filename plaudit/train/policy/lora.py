@@ -5,6 +5,7 @@ The module stays the transformers model it is, so the engine and the learner run
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def beside_experts(table: LoraTable) -> bool:
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def with_adapter(skeleton: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a module without weights in which those of the adapter have memory."""
+    module = deepcopy(skeleton)
+    for name, blank in list(module.named_parameters()):
+        if blank.requires_grad:
+            home, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(home), leaf, nn.Parameter(torch.empty_like(blank, device=device)))
+    return module
 
 
 def save_adapter(module: Any, base: str, directory: Path) -> None:

@@ -58,7 +58,10 @@ class Trainee:
         else:
             assert recipe.model.path is not None
             path = resolve(recipe.model.path)
-            self.loaded = Loaded(self.shards.skeleton, load_tokenizer(path), path, "policy")
+            skeleton = self.shards.skeleton
+            if ranks.main and recipe.rollout_processes and recipe.model.lora is not None:
+                skeleton = lora.with_adapter(skeleton, self.shards.device)  # engines get the adapter whole
+            self.loaded = Loaded(skeleton, load_tokenizer(path), path, "policy")
             self.decoder = Decoder(self.shards.module, "causal")
         module = self.loaded.module
         if self.shards is not None and recipe.model.lora is None:

@@ -1,0 +1,150 @@
+"""Seconds a question of a beam search: `plaudit search` beside the loop of search-and-learn over vLLM, on one CPU.
+
+    python benchmarks/search_vs_vllm.py [--lengths 10 40] [--questions 4] [--width 16] [--repeats 2] [--tiny]
+
+    vLLM     benchmarks/rivals/vllm_beam.py: a step of every beam in one call of vLLM with prefix caching, then a
+             process model in transformers over every whole path, as search-and-learn's beam search goes
+    plaudit  `plaudit search`, method beam with `distinct`, the same width, beams that are kept, depth and models
+
+Policy and process model have SmolLM2-135M's shape and the drawn weights of benchmarks/search_rate_gpu.py, whose steps
+have about the length that --lengths says, float32, as many threads as there are cores on both sides. A work is done
+once to warm up, then --repeats times, and the fastest counts. Starting is not counted. Writes
+benchmarks/results/search_vs_vllm.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import search_rate_gpu as rate
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "search_vs_vllm.json"
+STEP_TOKENS, PRM_BATCH = 256, 16
+SETTINGS = "prefix caching, float32, VLLM_CPU_OMP_THREADS_BIND=nobind; PRM in transformers, batches of 16 by length"
+
+
+def recipe_of(args: argparse.Namespace) -> Any:
+    from plaudit.config.search import parse_search
+
+    beam = {"method": "beam", "distinct": True, "width": args.width, "keep": args.keep, "max_depth": rate.DEPTH}
+    return parse_search(
+        {"task": "search", "concurrent": args.questions, "model": {"path": "policy"}, "prm": {"path": "prm"},
+         "data": {"path": "questions"},
+         "steps": {"stop": rate.STOP, "answer": r"#(\d+)$", "max_step_tokens": STEP_TOKENS, "max_tokens": 900},
+         "search": beam},
+        "search_vs_vllm",
+    )  # fmt: skip
+
+
+def searched(recipe: Any, engine: Any, scorer: Any, asked: list[Any]) -> dict[str, Any]:
+    from plaudit.search.backends.policy import CorePolicy
+    from plaudit.search.search import Search
+
+    search = Search(recipe, policy=CorePolicy(engine, recipe.steps), scorer=scorer, tokenizer=engine.tokenizer)
+    began = time.perf_counter()
+    costs = [outcome.driver.costs for outcome in search.run(asked)]
+    spent = time.perf_counter() - began
+    for each in (engine, scorer.engine):
+        each.new_version()  # no run finds what another has computed
+    return {
+        "seconds": spent, "tokens": sum(cost.generated for cost in costs), "steps": sum(cost.calls for cost in costs),
+        "phases": dict(search.phases),
+    }  # fmt: skip
+
+
+def ours(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The fastest run of each length; leaves the models' files in the works."""
+    from plaudit.models import save
+
+    engine, scorer = rate.models(args)
+    recipe, asked = recipe_of(args), rate.questions(engine, args.questions + 1)
+    best: dict[str, dict[str, Any]] = {}
+    for work in works:
+        rate.let_step(engine.decoder.module, work["length"])
+        engine.new_version()
+        policy = save(engine.decoder.module, engine.tokenizer, args.work / f"stepping-{work['length']}")
+        work |= {"policy": str(policy), "prm": str(args.work / "steps"), "warmup": [asked[-1].text]}
+        work["questions"] = [each.text for each in asked[:-1]]
+        searched(recipe, engine, scorer, asked[-1:])
+        runs = [searched(recipe, engine, scorer, asked[:-1]) for _ in range(args.repeats)]
+        best[work["name"]] = min(runs, key=lambda run: run["seconds"])
+        rate.say(
+            f"plaudit, steps of {work['length']}: {best[work['name']]['seconds'] / args.questions:.2f} s a question"
+        )
+    return best
+
+
+def beside(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    options = {"dtype": "float32", "max_model_len": 1024, "enable_prefix_caching": True, "max_num_seqs": 256, "seed": 0}
+    given = {
+        "width": args.width, "keep": args.keep, "stop": rate.STOP, "depth": rate.DEPTH, "step_tokens": STEP_TOKENS,
+        "prm_batch": PRM_BATCH, "threads": args.threads, "repeats": args.repeats, "options": options, "works": works,
+    }  # fmt: skip
+    environment = {
+        "OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    script = ROOT / "benchmarks" / "rivals" / "vllm_beam.py"
+    done = subprocess.run(
+        [args.vllm_python, str(script)], input=json.dumps(given), capture_output=True, text=True, timeout=args.limit,
+        env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+    best: dict[str, dict[str, Any]] = {}
+    for line in (line for line in done.stdout.splitlines() if line.startswith('{"work"')):
+        run = json.loads(line)
+        name = run.pop("work")
+        best[name] = min(best.get(name, run), run, key=lambda each: each["seconds"])
+        rate.say(f"search-and-learn's loop, {name}: {run['seconds'] / args.questions:.2f} s a question")
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens of a step.")
+    parser.add_argument("--questions", type=int, default=4)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--keep", type=int, default=4, help="Beams that go on.")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="models of two layers")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--limit", type=float, default=3600.0, help="Seconds that vLLM's runs may take.")
+    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
+    parser.add_argument("--work", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")) / "search-vs-vllm")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    import torch
+    from stamp import processor, stamp, versions
+
+    torch.set_num_threads(args.threads)
+    args.device, args.dtype, args.kv_bytes = "cpu", "float32", 2**31
+    args.work.mkdir(parents=True, exist_ok=True)
+    works: list[dict[str, Any]] = [{"name": f"steps of {length}", "length": length} for length in args.lengths]
+    plaudit = ours(args, works)
+    rival = beside(args, works)
+    rows = {}
+    for work in works:
+        name = work["name"]
+        per = {who: found[name]["seconds"] / args.questions for who, found in (("plaudit", plaudit), ("vllm", rival))}
+        rows[name] = {"plaudit": plaudit[name], "vllm": rival[name], "seconds_per_question": per}
+        rows[name]["ratio"] = per["vllm"] / per["plaudit"]
+        print(f"{name}: {per['plaudit']:.2f} s a question, vLLM's {per['vllm']:.2f}: {rows[name]['ratio']:.2f} times")
+    number = versions(args.vllm_python, ["vllm-cpu"])["vllm-cpu"]
+    told = {
+        **stamp(__file__, processor(), {"vllm-cpu": (number, SETTINGS)}), "load": os.getloadavg()[0],
+        "threads": args.threads, "questions": args.questions, "width": args.width, "keep": args.keep,
+        "depth": rate.DEPTH, "shape": rate.TINY if args.tiny else rate.SHAPE, "works": rows,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
