@@ -1,8 +1,9 @@
 """A module whose matrices are split over ranks, by the plan that comes with the model in transformers.
 
-Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down. A rank's layers are plain modules over
-its own part of the weights, and only the row-wise ones exchange anything: their products add up over the ranks. So
-hidden rows are whole, and equal, on every rank of a stage (stages.py); embeddings, norms and heads stay as they are.
+Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down. Where there are fewer key-value heads
+than ranks, those whose queries use the same one have a copy of it each. A rank's layers are plain modules over its own
+part of the weights, and only the row-wise ones exchange anything: their products add up over the ranks. So hidden rows
+are whole, and equal, on every rank of a stage (stages.py); embeddings, norms and heads stay as they are.
 (torch's DTensor, which training uses, would do the same arithmetic at the price of a dispatch for every operation, and
 the lean trunk could not read its weights.) All of it is done to a module on the meta device, before weights are read.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from plaudit.core.model.attention import use_packed_attention
 from plaudit.core.model.fusion import are_experts
+from plaudit.core.model.latent import HEADS, splits_by_heads
 from plaudit.core.model.packing import pack, trunk
 from plaudit.core.model.stages import RankPosition, drop_embeddings, drop_head, keep_layers, stages_of
 from plaudit.errors import ModelError
@@ -30,6 +32,29 @@ from plaudit.models.weights import Cut
 TRIED = 8  # rows of a trial
 SUMMED = "replicated_with_grad_allreduce"
 """A part that every rank holds whole and uses for its own heads only, such as Qwen 3's norms of queries and keys."""
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+class SplitMatrix(NamedTuple):
+    """name     of a layer's matrix in the trunk
+    style    "colwise": by its outputs, "rowwise": by its inputs
+    parts    that ranks have: as many as ranks, or fewer where ranks share a key-value head
+    """
+
+    name: str
+    linear: nn.Linear
+    style: str
+    parts: int
+
+    @property
+    def features(self) -> int:
+        """That are split."""
+        return self.linear.out_features if self.style == "colwise" else self.linear.in_features
+
+    def cut(self, share: int, size: int) -> Cut:
+        """Of the weight, what the rank `share` of `size` has."""
+        count, index = self.features // self.parts, share * self.parts // size
+        return Cut(0 if self.style == "colwise" else 1, index * count, (index + 1) * count)
 
 
 class RowLinear(nn.Linear):
@@ -63,9 +88,10 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
     base, size = trunk(module), place.tensor_parallel
     parts = list(split_parts(base, size)) if size > 1 else []
     prefix = next(name for name, part in module.named_modules() if part is base)
-    for name, part, style in parts:
-        count = (part.out_features if style == "colwise" else part.in_features) // size
-        cut = Cut(0 if style == "colwise" else 1, place.share * count, (place.share + 1) * count)
+    for matrix in parts:
+        name, part, style, _ = matrix
+        cut = matrix.cut(place.share, size)
+        count = cut.end - cut.start
         shape = (part.in_features, count) if style == "colwise" else (count, part.out_features)
         made = nn.Linear if style == "colwise" else RowLinear
         home, _, leaf = name.rpartition(".")
@@ -124,45 +150,60 @@ def _layer_rows(
     return hidden
 
 
-def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot. `dealt`: ranks
-    have its experts whole, by turns."""
-    parts = (
-        each for name, part, style in planned(base, dealt) if style != SUMMED for each in _matrices(name, part, style)
-    )
-    for name, part, style in parts:
-        count = part.out_features if style == "colwise" else part.in_features
-        if count % size:
-            raise ModelError(
-                f"{name} has {count} rows to split over tensor_parallel = {size} ranks: {count} / {size} = "
-                f"{count / size:g} is no whole number"
-            )
-        yield name, part, style
+def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[SplitMatrix]:
+    """The matrices of a trunk that `size` ranks share; ModelError if they cannot. `dealt`: ranks have its experts
+    whole, by turns."""
+    for planned_name, planned_part, style in planned(base, dealt):
+        parts = size if style == SUMMED else _parts(base, planned_name, size)
+        for name, linear in [] if style == SUMMED else _matrices(planned_name, planned_part, style):
+            matrix = SplitMatrix(name, linear, style, parts)
+            if matrix.features % parts:
+                raise ModelError(
+                    f"{name} has {matrix.features} rows to split over tensor_parallel = {size} ranks: "
+                    f"{matrix.features} / {size} = {matrix.features / size:g} is no whole number"
+                )
+            yield matrix
     check_heads(base, size)
 
 
-def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear, str]]:
+def _parts(base: nn.Module, name: str, size: int) -> int:
+    """How many parts of a matrix `size` ranks have: of keys and values no more than there are heads of them."""
+    leaf = name.rpartition(".")[2]
+    heads, keys = _heads(base)
+    shared = leaf in KEYS_AND_VALUES and keys < size and size % keys == 0 and heads % size == 0
+    return keys if shared else size
+
+
+def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear]]:
     """Of a layer. An adapter beside it (peft's) is B · A: of one that is split by its outputs B is too, of one that is
     split by its inputs A is."""
     if isinstance(part, nn.Linear):
-        yield name, part, style
+        yield name, part
         return
     wrapped: Any = part
     beside = "lora_B" if style == "colwise" else "lora_A"
     adapters = ((f"{beside}.{adapter}", linear) for adapter, linear in getattr(wrapped, beside).items())
     for inner, linear in (("base_layer", wrapped.base_layer), *adapters):
-        yield f"{name}.{inner}", linear, style
+        yield f"{name}.{inner}", linear
 
 
 def planned(base: nn.Module, dealt: bool = False) -> list[tuple[str, nn.Module, str]]:
     """What of the layers the model's plan names, each with its style, without experts that are `dealt` out."""
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
+    latent = {name: part for name, part in base.named_modules() if splits_by_heads(part)}
     parts = [
         (name, part, style)
         for name, part in base.named_modules()
         for pattern, style in plan.items()
-        if fnmatch(name, pattern) and not (dealt and are_experts(part))
+        if fnmatch(name, pattern) and not (dealt and are_experts(part)) and name.rpartition(".")[0] not in latent
+    ]
+    # Plans differ from family to family, and some leave it whole.
+    parts += [
+        (f"{name}.{leaf}", part, HEADS[leaf])
+        for name, module in latent.items()
+        for leaf, part in module.named_children()
+        if leaf in HEADS
     ]
     for name, part, style in parts:
         linear = isinstance(getattr(part, "base_layer", part), nn.Linear)
@@ -180,11 +221,39 @@ def planned(base: nn.Module, dealt: bool = False) -> list[tuple[str, nn.Module, 
 
 
 def check_heads(base: nn.Module, size: int) -> None:
-    config: Any = base.config
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % size or keys % size:
+    heads, keys = _heads(base)
+    if heads % size or (keys % size and size % keys):
         raise ModelError(
             f"{heads} attention heads over {keys} key-value heads do not divide by tensor_parallel = {size} "
-            f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}): every rank needs whole heads, "
-            "with their keys"
+            f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}, {size} / {keys} = "
+            f"{size / keys:g}): every rank needs whole heads, with their keys"
+        )
+    if keys < size:
+        _check_shared(base, keys, size)
+
+
+def _heads(base: nn.Module) -> tuple[int, int]:
+    """Of attention: those of queries and those of keys, of which a latent makes as many."""
+    config: Any = base.config
+    heads: int = config.num_attention_heads
+    if any(splits_by_heads(part) for part in base.modules()):
+        return heads, heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _check_shared(base: nn.Module, keys: int, size: int) -> None:
+    """Raise unless it is clear which rows of a matrix are those of a key-value head."""
+    rows: dict[str, int] = {}
+    for name, part, style in planned(base, dealt=True):
+        home, _, leaf = name.rpartition(".")
+        width = getattr(base.get_submodule(home), "head_dim", None)
+        if width is not None and style == "colwise":
+            rows.setdefault(home, 0)
+            if leaf in KEYS_AND_VALUES:
+                weight: Any = part.weight
+                rows[home] = weight.shape[0] if weight.shape[0] == keys * width else -1
+    if not rows or min(rows.values()) <= 0:
+        raise ModelError(
+            f"{type(base).__name__} has {keys} key-value heads for tensor_parallel = {size} ranks, and not the "
+            f"matrices {' and '.join(KEYS_AND_VALUES)} that ranks could share: set tensor_parallel to {keys} or fewer"
         )
