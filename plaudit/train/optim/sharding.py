@@ -164,7 +164,8 @@ class Shards:
 
     def on_both(self, name: str) -> bool:
         """Whether a parameter is split over both dimensions of its mesh; else each tensor rank has it whole."""
-        return self.parameters[name].device_mesh.ndim == 2
+        parameter = self.parameters[name]  # a bias that is added after the ranks' sum is on both, and whole on one
+        return parameter.device_mesh.ndim == 2 and not any(isinstance(each, Replicate) for each in parameter.placements)
 
     def _split_matrices(self, dealt: bool) -> None:
         base = trunk(self.module)
