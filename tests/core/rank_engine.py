@@ -29,6 +29,7 @@ from tests.core.tiny import CONFIGS, model, sequences
 CASES = {
     "llama-outcome": ("llama", "sequence"), "qwen2-steps": ("qwen2", "token"), "qwen3-causal": ("qwen3", "causal"),
     "gemma2-causal": ("gemma2", "causal"), "llama-values": ("llama", "value"),
+    "one_key-causal": ("one_key", "causal"), "deepseek_v2-causal": ("deepseek_v2", "causal"),
     "deepseek_v3-causal": ("deepseek_v3", "causal"),
 }  # fmt: skip
 
@@ -43,11 +44,14 @@ def module(case: str) -> Any:
     return value.eval()
 
 
+def inputs() -> list[list[int]]:
+    ids = sequences(1, 5, 4, 40)
+    return [*ids, ids[0][:20] + ids[1], ids[0] + ids[2]]
+
+
 def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     """Scores with and without the cache, of sequences that share beginnings; and of a causal LM samples as well."""
-    kind = CASES[case][1]
-    ids = sequences(1, 5, 4, 40)
-    ids += [ids[0][:20] + ids[1], ids[0] + ids[2]]
+    kind, ids = CASES[case][1], inputs()
     places = [[0, len(s) // 2, len(s) - 1] for s in ids]
     columns = [3, 5] if kind == "causal" else None
     found = {

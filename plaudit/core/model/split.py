@@ -100,6 +100,10 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
         cuts[f"{prefix}.{name}.weight"] = cut
         if part.bias is not None and style == "colwise":
             cuts[f"{prefix}.{name}.bias"] = cut
+    heads, keys = _heads(base)
+    for attention in base.modules() if keys < size else ():
+        if hasattr(attention, "num_key_value_groups"):  # where transformers' own attention reads it
+            attention.num_key_value_groups = heads // size  # type: ignore[assignment]
     return cuts
 
 
@@ -153,7 +157,9 @@ def _layer_rows(
 def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[SplitMatrix]:
     """The matrices of a trunk that `size` ranks share; ModelError if they cannot. `dealt`: ranks have its experts
     whole, by turns."""
-    for planned_name, planned_part, style in planned(base, dealt):
+    parts_planned = planned(base, dealt)
+    check_heads(base, size)
+    for planned_name, planned_part, style in parts_planned:
         parts = size if style == SUMMED else _parts(base, planned_name, size)
         for name, linear in [] if style == SUMMED else _matrices(planned_name, planned_part, style):
             matrix = SplitMatrix(name, linear, style, parts)
@@ -163,15 +169,12 @@ def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[Spl
                     f"{matrix.features} / {size} = {matrix.features / size:g} is no whole number"
                 )
             yield matrix
-    check_heads(base, size)
 
 
 def _parts(base: nn.Module, name: str, size: int) -> int:
     """How many parts of a matrix `size` ranks have: of keys and values no more than there are heads of them."""
-    leaf = name.rpartition(".")[2]
-    heads, keys = _heads(base)
-    shared = leaf in KEYS_AND_VALUES and keys < size and size % keys == 0 and heads % size == 0
-    return keys if shared else size
+    keys = _heads(base)[1]
+    return keys if keys < size and name.rpartition(".")[2] in KEYS_AND_VALUES else size
 
 
 def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear]]:
