@@ -157,24 +157,19 @@ def _layer_rows(
 def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[SplitMatrix]:
     """The matrices of a trunk that `size` ranks share; ModelError if they cannot. `dealt`: ranks have its experts
     whole, by turns."""
-    parts_planned = planned(base, dealt)
+    matrices = planned(base, dealt)
     check_heads(base, size)
-    for planned_name, planned_part, style in parts_planned:
-        parts = size if style == SUMMED else _parts(base, planned_name, size)
-        for name, linear in [] if style == SUMMED else _matrices(planned_name, planned_part, style):
-            matrix = SplitMatrix(name, linear, style, parts)
-            if matrix.features % parts:
+    keys = _heads(base)[1]
+    for whole, part, style in matrices:
+        shared = keys < size and whole.rpartition(".")[2] in KEYS_AND_VALUES
+        for name, linear in [] if style == SUMMED else _matrices(whole, part, style):
+            matrix = SplitMatrix(name, linear, style, keys if shared else size)
+            if matrix.features % matrix.parts:
                 raise ModelError(
                     f"{name} has {matrix.features} rows to split over tensor_parallel = {size} ranks: "
                     f"{matrix.features} / {size} = {matrix.features / size:g} is no whole number"
                 )
             yield matrix
-
-
-def _parts(base: nn.Module, name: str, size: int) -> int:
-    """How many parts of a matrix `size` ranks have: of keys and values no more than there are heads of them."""
-    keys = _heads(base)[1]
-    return keys if keys < size and name.rpartition(".")[2] in KEYS_AND_VALUES else size
 
 
 def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear]]:
