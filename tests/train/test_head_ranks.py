@@ -74,6 +74,7 @@ def test_a_run_is_that_of_one_rank_which_goes_on_with_its_state(
     done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT * math.prod(shape))
     assert done.returncode == 0, done.stderr
     close(run, tmp_path / "one")
-    back_to_step_2(run)
-    run_alone(run, tables, resume=True)
-    close(run, tmp_path / "one")
+    if "delta" not in placement:  # which a run in one process does not go on with
+        back_to_step_2(run)
+        run_alone(run, tables, resume=True)
+        close(run, tmp_path / "one")

@@ -84,7 +84,8 @@ def pack_latents(module: nn.Module) -> None:
 
 
 def _makes_latents(part: nn.Module) -> bool:
-    return all(hasattr(part, name) for name in (*SIZES, "expand_kv", "kv_b_proj")) and _expands(type(part))
+    kind: Any = type(part)
+    return all(hasattr(part, name) for name in (*SIZES, "expand_kv", "kv_b_proj")) and _expands(kind)
 
 
 def splits_by_heads(part: nn.Module) -> bool:

@@ -181,8 +181,9 @@ class Shards:
             if matrix.parts == group.size:
                 styles[name] = ColwiseParallel() if matrix.style == "colwise" else RowwiseParallel()
                 continue
-            matrix.linear.forward = partial(_own_heads, matrix.linear, matrix.cut(group.index, group.size), group)
-            self.summed |= {f"{name}.{each}" for each, _ in matrix.linear.named_parameters()}
+            linear: Any = matrix.linear
+            linear.forward = partial(_own_heads, linear, matrix.cut(group.index, group.size), group)
+            self.summed |= {f"{name}.{each}" for each, _ in linear.named_parameters()}
         parallelize_module(self.module, tensor, styles)
 
     def _split_vocabulary(self) -> None:
