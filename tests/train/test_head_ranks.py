@@ -22,6 +22,9 @@ TWO, TENSOR, CONTEXT, STAGES = (2, 1, 1), (1, 1, 2), (1, 2, 2), (1, 1, 2, 2)
 TENSOR_ENGINE = {"tensor_parallel": 2}
 APART: dict[str, Any] = {"name": "disaggregated"}
 LORA = {"model": {"lora": {"rank": 4}}}
+LATENT_LORA = {
+    "model": {"lora": {"rank": 4, "targets": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}}
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     [
         pytest.param("deepseek_v3", TENSOR, {**APART, "channel": "reshard"}, TENSOR_ENGINE, {}, id="v3-reshard"),
         pytest.param("deepseek_v3", TWO, {}, TENSOR_ENGINE, {}, id="v3-engine-of-both"),
-        pytest.param("deepseek_v3", TENSOR, {}, {}, LORA, id="v3-lora"),
+        pytest.param("deepseek_v3", TENSOR, {}, {}, LATENT_LORA, id="v3-lora"),
         pytest.param("deepseek_v2", TENSOR, {**APART, "channel": "shared"}, {}, {}, id="v2-shared"),
         pytest.param("deepseek_v2", TWO, {**APART, "channel": "collective"}, TENSOR_ENGINE, {}, id="v2-collective"),
         pytest.param("one_key", TENSOR, {**APART, "channel": "reshard"}, TENSOR_ENGINE, {}, id="key-reshard"),
