@@ -37,6 +37,11 @@ def unsupported(workload: Workload) -> Mapping[str, str]:
     return {name: cure for name, (true, cure) in lacks.items() if true}
 
 
+def cuts_keys(model: ModelShape, tp: int) -> bool:
+    """Whether tensor ranks can neither have whole key-value heads each nor share one, all by as many ranks."""
+    return not model.latent and model.kv_heads % tp > 0 and tp % model.kv_heads > 0
+
+
 def cuts_heads(model: ModelShape, layout: TrainingLayout) -> bool:
     """Whether the ranks that share rows out cannot be dealt whole heads, where some may share a key-value head."""
     keys = max(1, model.kv_heads // layout.tp)
@@ -58,12 +63,10 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         and not plan.shared
         and on_a_node * engines.nodes != plan.replicas,
         "engine whose tensor ranks do not divide the experts": model.experts % generation.tp > 0,
-        "engine that cuts latent attention": generation.tp > 1 and model.latent,
-        "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
+        "engine that cuts key-value heads": cuts_keys(model, generation.tp),
         "data parallelism without FSDP": training.dp * training.cp > 1 and training.zero < 3,
         "tensor parallelism of experts": model.experts > 0 and training.ep % training.tp > 0,
-        "tensor parallelism of latent attention": training.tp > 1 and model.latent,
-        "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
+        "tensor parallelism that cuts key-value heads": cuts_keys(model, training.tp),
         "reference on the host": training.park,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }

@@ -31,6 +31,7 @@ from tests.core.tiny import CONFIGS, model, sequences
 CASES = {
     "llama-outcome": ("llama", "sequence"), "qwen2-steps": ("qwen2", "token"), "qwen3-causal": ("qwen3", "causal"),
     "gemma2-causal": ("gemma2", "causal"), "llama-values": ("llama", "value"),
+    "one_key-causal": ("one_key", "causal"), "deepseek_v2-causal": ("deepseek_v2", "causal"),
     "deepseek_v3-causal": ("deepseek_v3", "causal"), "olmo2-causal": ("olmo2", "causal"),
 }  # fmt: skip
 MIXED = {f"{family}-mixture": (family, "causal") for family in {**MIXTURES, **OTHERS}}

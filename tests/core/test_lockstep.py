@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine
 from plaudit.core.device.backend import Copy, Span
@@ -15,6 +16,7 @@ from plaudit.core.device.lockstep import packed_spans, unpacked_copies, unpacked
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
+from plaudit.models.weights import Cut
 from tests.core.mixtures import VOCAB
 from tests.core.rank_engine import CASES, MIXED, answers, module, scored
 from tests.core.tiny import GROUPED, SIZES, model, plain_logprobs
@@ -68,9 +70,32 @@ def test_mixtures_over_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Pa
         check(tmp_path / "2", case)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_a_key_value_head_have_a_copy_of_it(size: int) -> None:
+    """And nothing else is on several ranks: the other matrices are in as many parts as there are ranks."""
+    base = trunk(model("one_key"))
+    cuts: dict[str, set[Any]] = {}
+    for matrix in split_parts(base, size):
+        leaf = matrix.name.rpartition(".")[2]
+        cuts[leaf] = {matrix.cut(share, size) for share in range(size)}
+    assert cuts.pop("k_proj") == cuts.pop("v_proj") == {Cut(0, 0, 16)}
+    assert {len(parts) for parts in cuts.values()} == {size}
+
+
+def test_what_ranks_that_outnumber_key_value_heads_cannot_share_is_refused() -> None:
+    config = GPTNeoXConfig(**SIZES)
+    config.num_key_value_heads = 1
+    with pytest.raises(ModelError, match=r"not the matrices k_proj and v_proj .*: set tensor_parallel to 1 or fewer"):
+        list(split_parts(trunk(GPTNeoXForCausalLM(config)), 2))
+
+
 def check(out: Path, case: str) -> None:
-    expected = answers(Engine(module(case), kv_bytes=4 << 20), case)
+    whole = module(case)
+    expected = answers(Engine(whole, kv_bytes=4 << 20), case)
     found = load_file(out / f"{case}.safetensors")
+    if "logprobs" in found:
+        plainly = np.concatenate([plain_logprobs(whole, ids) for ids in scored(whole.config.vocab_size)])
+        assert np.abs(found["logprobs"] - plainly).max() < 1e-4
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         if name == "tokens":
@@ -100,8 +125,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
     )
     with pytest.raises(ModelError, match=r"6 / 2 = 3, 3 / 2 = 1\.5"):
         list(split_parts(trunk(uneven), 2))
-    with pytest.raises(ModelError, match=r"4 / 4 = 1, 2 / 4 = 0\.5"):
-        list(split_parts(trunk(LlamaForCausalLM(LlamaConfig(**GROUPED))), 4))
+    with pytest.raises(ModelError, match=r"4 attention heads .* tensor_parallel = 8 \(4 / 8 = 0\.5"):
+        list(split_parts(trunk(LlamaForCausalLM(LlamaConfig(**GROUPED))), 8))
+    six = LlamaConfig(**{**SIZES, "num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4)
+    with pytest.raises(ModelError, match=r"12 / 6 = 2, 4 / 6 = 0\.666667, 6 / 4 = 1\.5"):
+        list(split_parts(trunk(LlamaForCausalLM(six)), 6))
     with pytest.raises(ModelError, match="which Plaudit does not do"):
         list(split_parts(trunk(model("olmo2")), 2))
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -46,6 +47,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, sliding_window=None),
     "gpt_oss": GptOssConfig(
         **GROUPED, head_dim=16, sliding_window=7, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "one_key": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16, attention_bias=True),
+    "deepseek_v2": DeepseekV2Config(  # without a low-rank query
+        **SIZES, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=12, head_dim=8, first_k_dense_replace=2, n_routed_experts=4,
     ),
     "deepseek_v3": DeepseekV3Config(  # latents of 24 + 8 numbers, without experts
         **SIZES, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,

@@ -10,6 +10,8 @@ from plaudit.config.placement import ResourcesTable
 from plaudit.config.recipe import load_recipe
 from plaudit.config.rl import RlRecipe
 from plaudit.config.supervised import PolicyModelTable
+from plaudit.core.model.split import keep_part
+from plaudit.core.model.stages import RankPosition
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.cost.plans import PLACEMENTS
@@ -20,6 +22,7 @@ from plaudit.plan.recipes import layout_of, read_recipe, recipe_for, workload_of
 from plaudit.plan.search import Search, SearchResult
 from plaudit.plan.show.page import render_page
 from tests.command import plaudit_here
+from tests.core.tiny import CONFIGS, model
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = "With other software: what Plaudit's own trainer does not run"
@@ -90,11 +93,27 @@ HALF = TrainingLayout(dp=4, zero=3)
         (("reference on the host",),
          plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True, park=True))),
         (("tensor parallelism that cuts key-value heads",),
-         plan("hybrid", 16, GenerationLayout(), TrainingLayout(tp=16))),
+         plan("hybrid", 3, GenerationLayout(), TrainingLayout(tp=3))),
+        ((), plan("hybrid", 16, GenerationLayout(16), TrainingLayout(tp=16))),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(told: tuple[str, ...], of: Plan) -> None:
     assert missing(Workload(ModelShape.named("llama-3.1-8b")), of) == told
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["qwen3", "one_key", "deepseek_v2", "deepseek_v3"])
+def test_what_tensor_ranks_have_copies_of_is_counted(name: str, tp: int, tmp_path: Path) -> None:
+    """Of the matrices in the layers of a tiny model, as a rank of an engine has them."""
+    CONFIGS[name].to_json_file(tmp_path / "config.json", use_diff=False)
+    shape = ModelShape.from_config(tmp_path / "config.json")
+    counts = []
+    for size in (1, tp):
+        part = model(name).to("meta")
+        keep_part(part, RankPosition(0, size))
+        counts.append(sum(p.numel() for n, p in part.named_parameters() if ".layers." in n and p.ndim == 2))
+    norms = 2 * shape.layers * (shape.q_rank + shape.kv_rank)
+    assert counts[1] - counts[0] / tp == pytest.approx(shape.copied_parameters(tp), abs=norms)
 
 
 def test_experts_are_not_cut_by_tensor_parallelism() -> None:

@@ -106,12 +106,14 @@ def test_splits_conserve_parameters_and_flops(case: tuple[Workload, Plan]) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(models, powers, st.sampled_from([1, 2]))
-def test_an_engine_holds_the_model_exactly_once(name: str, tp: int, pp: int) -> None:
+def test_an_engine_holds_the_model_once_and_copies_of_what_its_ranks_share(name: str, tp: int, pp: int) -> None:
     model = ModelShape.named(name)
     tp = tp if model.heads % tp == 0 else 1
     one = Replica(model, cluster("2x8xH100"), GenerationLayout(tp, pp), "bf16", "bf16", FIXED)
     # Norms and biases are the rest.
-    assert one.weight_bytes() * tp * pp == pytest.approx(2 * model.parameters, rel=1e-3)
+    copies = tp * model.copied_parameters(tp)
+    assert (copies > 0) == (tp > (1 if model.latent else model.kv_heads))
+    assert one.weight_bytes() * tp * pp == pytest.approx(2 * (model.parameters + copies), rel=1e-3)
     # Devices beyond the heads of the cache hold it again.
     cuts = 1 if model.latent else min(tp, model.kv_heads)
     assert memory.sequence_bytes(one, 1000) * cuts * pp == pytest.approx(2 * model.kv_numbers(1000))

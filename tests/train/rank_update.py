@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedConfig, Qwen3Config
 
 from plaudit.config.placement import ResourcesTable
 from plaudit.core.model.decoder import Decoder
@@ -40,11 +40,28 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"name": "ppo", "kl": {"coef": 0.1}}, "train": TRAIN, "critic": {"clip_norm": 1e9}},
     "ratio": {"algorithm": {"name": "gspo"}, "train": {**TRAIN, "minibatches": 2, "epochs": 2}},
     "norms": {"algorithm": {"name": "dapo"}, "train": MOVING},
+    "one_key": {"algorithm": {"name": "dapo"}, "train": MOVING},
+    "deepseek_v2": {"algorithm": {"name": "dapo"}, "train": MOVING},
+    "deepseek_v3": {"algorithm": {"name": "dapo"}, "train": MOVING},
     "distill": {
         "algorithm": {"name": "distill", "entropy": 0.01, "teachers": {"one": {"path": "unread", "top_k": 5}}},
         "train": MOVING,
     },
 }  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "first_k_dense_replace": 2,
+}  # fmt: skip
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "norms": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "one_key": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, attention_bias=True),
+    "deepseek_v2": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=4),
+    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=10, n_routed_experts=4, attention_bias=True),
+}
 
 
 class Update(NamedTuple):
@@ -54,14 +71,11 @@ class Update(NamedTuple):
 
 
 def models(case: str) -> tuple[nn.Module, nn.Module | None]:
-    """Policy and reference, and the like: tied, untied with a vocabulary that does not divide, with norms in heads."""
-    if case == "norms":
-        config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True,
-        )  # fmt: skip
+    """Policy and reference, and the like: tied, untied with a vocabulary that does not divide, with norms in heads,
+    with one key-value head that all heads share, with latents."""
+    if case in CONFIGS:
         with seeded(3):
-            return Qwen3ForCausalLM(config).float().eval(), None
+            return AutoModelForCausalLM.from_config(CONFIGS[case]).float().eval(), None
     if case in ("ppo", "distill"):
         untied = [
             new_llama(

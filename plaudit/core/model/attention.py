@@ -213,7 +213,7 @@ class Layout:
     def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
         """query (T, H, D) over keys and values that `latent` would make of rows (T, 1, R + P) -> (T, H, E)."""
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        rule = replace(rule, scale=scale, latent=latent.rank)
+        rule, rows = replace(rule, scale=scale, latent=latent.rank), latent.same(rows)
         return latent.restored(self.attend(layer, latent.absorbed(query), rows, rows[..., :0], rule))
 
     def attend_wanted(

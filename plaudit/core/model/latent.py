@@ -5,6 +5,7 @@ transformers' modules expand it right before they attend (`expand_kv`). Here the
 that a cache keeps (576 numbers in place of heads x 320), and the matrix that would expand it is applied to the queries
 and to the result instead: q . (U c) = (U^T q) . c, and a sum over V c is V of the sum over c. So attention has one
 key-value head, whose values are the first columns of its keys. Prompts, decode steps and a learner take this one form.
+Tensor ranks have some of the heads each, and all of them every latent: see `HEADS` and `same_on_ranks`.
 
 Shapes: T tokens, H heads, N and P the parts of a query without and with positions, R the latent's width, E a value's.
 """
@@ -18,11 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 OURS = "plaudit"  # how the names of our attention functions begin
 SMALL = 400  # multiplications below which torch adds up a product by a loop of its own
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+HEADS = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+"""The matrices that are split by heads over tensor ranks, and how."""
+WHOLE = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
+"""What every tensor rank has whole."""
 
 
 class Latent:
@@ -44,10 +49,14 @@ class Latent:
         """(T, H, R), latents as attention has added them up, -> (T, H, E)."""
         return heads_product(out, self.to_values_HRE)
 
+    def same(self, rows: Tensor) -> Tensor:
+        """(T, 1, R + P), before this rank's heads attend over them."""
+        return same_on_ranks(rows, self.part.kv_b_proj)
+
     def expanded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(T, 1, R + P) -> keys (T, H, N + P) and values (T, H, E), by the module itself."""
         whole = rows.transpose(0, 1)[None]
-        keys, values = type(self.part).expand_kv(self.part, whole[..., : self.rank], whole[..., self.rank :])
+        keys, values = _expanded(self.part, whole[..., : self.rank], whole[..., self.rank :])
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
 
@@ -70,33 +79,57 @@ def pack_latents(module: nn.Module) -> None:
     """Let a model's MLA modules hand latents to our attention. A bound method and no closure: a copy of the module gets
     its own."""
     for part in module.modules():
-        kind: Any = type(part)
-        if all(hasattr(part, name) for name in (*SIZES, "expand_kv", "kv_b_proj")) and _expands(kind):
+        if _makes_latents(part):
             part.expand_kv = MethodType(_kept, part)  # type: ignore[assignment]
+
+
+def _makes_latents(part: nn.Module) -> bool:
+    kind: Any = type(part)
+    return all(hasattr(part, name) for name in (*SIZES, "expand_kv", "kv_b_proj")) and _expands(kind)
+
+
+def splits_by_heads(part: nn.Module) -> bool:
+    """Whether a module is latent attention of nothing but `HEADS` and `WHOLE`."""
+    return _makes_latents(part) and dict(part.named_children()).keys() <= HEADS.keys() | WHOLE
+
+
+def same_on_ranks(x: Tensor, expand: Any) -> Tensor:
+    """x, which is the same on all ranks that share the matrix of `expand` out: the heads of each give a part of its
+    gradient, and these are summed."""
+    if not isinstance(expand.weight, DTensor) or not x.requires_grad:
+        return x
+    ranks = expand.weight.device_mesh
+    return DTensor.from_local(x, ranks, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _expanded(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """By the module itself, whose `kv_b_proj` sums the gradients of its input where it is split."""
+    whole: tuple[Tensor, Tensor] = type(self).expand_kv(self, kv_nope, same_on_ranks(k_rot, self.kv_b_proj))
+    return whole
 
 
 def _kept(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """(1, 1, T, R) and (1, 1, T, P) -> the two side by side, and values without width, which says that they are part
     of the keys. Under another attention than ours the module's own keys and values."""
     if not str(self.config._attn_implementation).startswith(OURS) or not _absorbs(self.kv_b_proj):
-        expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, kv_nope, k_rot)
-        return expanded
+        return _expanded(self, kv_nope, k_rot)
     rows = torch.cat([kv_nope, k_rot], dim=-1)
     return rows, rows[..., :0]
 
 
 def _absorbs(expand: Any) -> bool:
-    """Whether a layer is a matrix and nothing else, and all of it is here. An adapter's dropout is drawn for each token
-    anew, which no matrix can do."""
-    if getattr(expand, "bias", None) is not None or isinstance(expand.weight, DTensor):
+    """Whether a layer is a matrix and nothing else. An adapter's dropout is drawn for each token anew, which no matrix
+    can do."""
+    if getattr(expand, "bias", None) is not None:
         return False
     dropouts = [m for m in expand.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     return not (expand.training and dropouts)
 
 
 def _weight(expand: Any, rank: int) -> Tensor:
+    """This rank's rows of its matrix."""
     if type(expand) is nn.Linear:
-        return expand.weight
+        return expand.weight.to_local() if isinstance(expand.weight, DTensor) else expand.weight
     made: Tensor = expand(torch.eye(rank, dtype=expand.weight.dtype, device=expand.weight.device))  # with its adapters
     return made.T
 

@@ -1,10 +1,10 @@
 """A module whose matrices are split over ranks, by the plan that comes with the model in transformers.
 
-Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down; and whole experts of a mixture. A
-rank's layers are plain modules over its own part of the weights, and only the row-wise ones and the experts exchange
-anything: their products add up over the ranks. So hidden rows are whole, and equal, on every rank of a stage
-(stages.py), and a router, which every rank has, chooses the same experts everywhere. Embeddings, norms and heads stay
-as they are.
+Each rank has whole heads (columns of q, k, v, gate and up, rows of o and down) and whole experts of a mixture. With
+fewer key-value heads than ranks, the ranks whose queries use the same one each have a copy of it. A rank's layers are
+plain modules over its own part of the weights, and only the row-wise ones and the experts communicate: their products
+are summed over the ranks. So hidden rows are whole, and equal, on every rank of a stage (stages.py), and the router,
+which every rank has, chooses the same experts everywhere. Embeddings, norms and heads are not split.
 (torch's DTensor, which training uses, would do the same arithmetic at the price of a dispatch for every operation, and
 the lean trunk could not read its weights.) All of it is done to a module on the meta device, before weights are read.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from fnmatch import fnmatch
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from plaudit.core.model.attention import use_packed_attention
 from plaudit.core.model.fusion import are_experts
+from plaudit.core.model.latent import HEADS, splits_by_heads
 from plaudit.core.model.packing import pack, trunk
 from plaudit.core.model.stages import RankPosition, drop_embeddings, drop_head, keep_layers, stages_of
 from plaudit.errors import ModelError
@@ -46,6 +47,30 @@ ENGINE_PLANS: Mapping[str, Mapping[str, str]] = {
 SUMMED = "replicated_with_grad_allreduce"
 """A part that every rank holds whole and uses for its own heads only, such as Qwen 3's norms of queries and keys."""
 
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+class SplitMatrix(NamedTuple):
+    """name     of a layer's matrix in the trunk
+    style    "colwise": by its outputs, "rowwise": by its inputs
+    parts    that ranks have: as many as ranks, or fewer where ranks share a key-value head
+    """
+
+    name: str
+    linear: nn.Linear
+    style: str
+    parts: int
+
+    @property
+    def features(self) -> int:
+        """That are split."""
+        return self.linear.out_features if self.style == "colwise" else self.linear.in_features
+
+    def cut(self, share: int, size: int) -> Cut:
+        """Of the weight, what the rank `share` of `size` has."""
+        count, index = self.features // self.parts, share * self.parts // size
+        return Cut(0 if self.style == "colwise" else 1, index * count, (index + 1) * count)
+
 
 class RowLinear(nn.Linear):
     """Has this rank's columns of a matrix whose input is split; the ranks' products add up in `group`."""
@@ -59,14 +84,15 @@ class RowLinear(nn.Linear):
 
 
 class FullNorm(nn.Module):
-    """Has this rank's columns of an RMS norm over all heads together: the squares add up in `group`."""
+    """Has this rank's columns of an RMS norm over all heads together, whose squares are summed in `group`; `copies`:
+    the number of ranks that have the same columns."""
 
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, whole: Any, count: int) -> None:
+    def __init__(self, whole: Any, count: int, copies: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, device="meta", dtype=whole.weight.dtype), requires_grad=False)
-        self.width, self.epsilon = whole.weight.shape[0], whole.variance_epsilon
+        self.width, self.epsilon = whole.weight.shape[0] * copies, whole.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -121,12 +147,13 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
     config: Any = base.config
     parts = list(split_parts(base, size, dealt=True, own=ENGINE_PLANS.get(config.model_type)))
     prefix = next(name for name, part in module.named_modules() if part is base)
-    split = {name.removesuffix(".base_layer") for name, _, _ in parts}
+    split = {matrix.name.removesuffix(".base_layer"): matrix for matrix in parts}
     beside = (*_narrow_experts(base, place), *_narrow_heads(base, place, split))
     cuts |= {f"{prefix}.{name}": cut for name, cut in beside}
-    for name, part, style in parts:
-        count = (part.out_features if style == "colwise" else part.in_features) // size
-        cut = Cut(0 if style == "colwise" else 1, place.share * count, (place.share + 1) * count)
+    for matrix in parts:
+        name, part, style, _ = matrix
+        cut = matrix.cut(place.share, size)
+        count = cut.end - cut.start
         shape = (part.in_features, count) if style == "colwise" else (count, part.out_features)
         made = nn.Linear if style == "colwise" else RowLinear
         home, _, leaf = name.rpartition(".")
@@ -135,6 +162,10 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
         cuts[f"{prefix}.{name}.weight"] = cut
         if part.bias is not None and style == "colwise":
             cuts[f"{prefix}.{name}.bias"] = cut
+    heads, keys = _heads(base)
+    for attention in base.modules() if keys < size else ():
+        if hasattr(attention, "num_key_value_groups"):  # where transformers' own attention reads it
+            attention.num_key_value_groups = heads // size  # type: ignore[assignment]
     return cuts
 
 
@@ -162,7 +193,9 @@ def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str,
         part.__class__ = _own(type(part))  # type: ignore[arg-type]
 
 
-def _narrow_heads(base: nn.Module, place: RankPosition, split: set[str]) -> Iterator[tuple[str, Cut]]:
+def _narrow_heads(
+    base: nn.Module, place: RankPosition, split: Mapping[str, SplitMatrix]
+) -> Iterator[tuple[str, Cut]]:  # fmt: skip
     """What attention has beside the matrices that are split: sinks of every head, and norms over all heads together."""
     for home, part in list(base.named_modules()):
         attention: Any = part
@@ -173,9 +206,10 @@ def _narrow_heads(base: nn.Module, place: RankPosition, split: set[str]) -> Iter
             whole = own if isinstance(own, nn.Parameter) else own.weight
             if isinstance(own, nn.Module) and len(whole) == attention.head_dim:
                 continue  # a norm of each head
-            count = len(whole) // place.tensor_parallel
-            setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count))
-            cut = Cut(0, place.share * count, (place.share + 1) * count)
+            parts, size = split[f"{home}.{name}"].parts, place.tensor_parallel
+            count, index = len(whole) // parts, place.share * parts // size
+            setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count, size // parts))
+            cut = Cut(0, index * count, (index + 1) * count)
             yield f"{home}.{beside}{'' if whole is own else '.weight'}", cut
 
 
@@ -243,37 +277,35 @@ def _layer_rows(
 
 def split_parts(
     base: nn.Module, size: int, dealt: bool = False, own: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot. `dealt`: ranks
-    have its experts whole, by turns. `own`: goes before the model's plan."""
-    parts = (
-        each
-        for name, part, style in planned(base, dealt, own)
-        if style != SUMMED
-        for each in _matrices(name, part, style)
-    )
-    for name, part, style in parts:
-        count = part.out_features if style == "colwise" else part.in_features
-        if count % size:
-            raise ModelError(
-                f"{name} has {count} rows to split over tensor_parallel = {size} ranks: {count} / {size} = "
-                f"{count / size:g} is no whole number"
-            )
-        yield name, part, style
-    check_heads(base, size)
+) -> Iterator[SplitMatrix]:
+    """The matrices of a trunk that `size` ranks share; ModelError if they cannot. `dealt`: ranks have its experts
+    whole, by turns. `own`: goes before the model's plan."""
+    matrices = planned(base, dealt, own)
+    check_heads(base, size, own)
+    keys = _heads(base)[1]
+    for whole, part, style in matrices:
+        shared = keys < size and whole.rpartition(".")[2] in KEYS_AND_VALUES
+        for name, linear in [] if style == SUMMED else _matrices(whole, part, style):
+            matrix = SplitMatrix(name, linear, style, keys if shared else size)
+            if matrix.features % matrix.parts:
+                raise ModelError(
+                    f"{name} has {matrix.features} rows to split over tensor_parallel = {size} ranks: "
+                    f"{matrix.features} / {size} = {matrix.features / size:g} is no whole number"
+                )
+            yield matrix
 
 
-def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear, str]]:
+def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear]]:
     """Of a layer. An adapter beside it (peft's) is B · A: of one that is split by its outputs B is too, of one that is
     split by its inputs A is."""
     if isinstance(part, nn.Linear):
-        yield name, part, style
+        yield name, part
         return
     wrapped: Any = part
     beside = "lora_B" if style == "colwise" else "lora_A"
     adapters = ((f"{beside}.{adapter}", linear) for adapter, linear in getattr(wrapped, beside).items())
     for inner, linear in (("base_layer", wrapped.base_layer), *adapters):
-        yield f"{name}.{inner}", linear, style
+        yield f"{name}.{inner}", linear
 
 
 def planned(
@@ -284,11 +316,19 @@ def planned(
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
     plan |= own or {}
+    latent = {name: part for name, part in base.named_modules() if splits_by_heads(part)}
     parts = [
         (name, part, style)
         for name, part in base.named_modules()
         for pattern, style in plan.items()
-        if fnmatch(name, pattern) and not (dealt and are_experts(part))
+        if fnmatch(name, pattern) and not (dealt and are_experts(part)) and name.rpartition(".")[0] not in latent
+    ]
+    # Plans differ from family to family, and some leave it whole.
+    parts += [
+        (f"{name}.{leaf}", part, HEADS[leaf])
+        for name, module in latent.items()
+        for leaf, part in module.named_children()
+        if leaf in HEADS
     ]
     for name, part, style in parts:
         linear = isinstance(getattr(part, "base_layer", part), nn.Linear)
@@ -305,12 +345,40 @@ def planned(
     return parts
 
 
-def check_heads(base: nn.Module, size: int) -> None:
-    config: Any = base.config
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % size or keys % size:
+def check_heads(base: nn.Module, size: int, own: Mapping[str, str] | None = None) -> None:
+    heads, keys = _heads(base)
+    if heads % size or (keys % size and size % keys):
         raise ModelError(
             f"{heads} attention heads over {keys} key-value heads do not divide by tensor_parallel = {size} "
-            f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}): every rank needs whole heads, "
-            "with their keys"
+            f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}, {size} / {keys} = "
+            f"{size / keys:g}): every rank needs whole heads, with their keys"
+        )
+    if keys < size:
+        _check_shared(base, keys, size, own)
+
+
+def _heads(base: nn.Module) -> tuple[int, int]:
+    """Of attention: those of queries and those of keys, of which a latent makes as many."""
+    config: Any = base.config
+    heads: int = config.num_attention_heads
+    if any(splits_by_heads(part) for part in base.modules()):
+        return heads, heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _check_shared(base: nn.Module, keys: int, size: int, own: Mapping[str, str] | None) -> None:
+    """Raise unless it is clear which rows of a matrix are those of a key-value head."""
+    rows: dict[str, int] = {}
+    for name, part, style in planned(base, dealt=True, own=own):
+        home, _, leaf = name.rpartition(".")
+        width = getattr(base.get_submodule(home), "head_dim", None)
+        if width is not None and style == "colwise":
+            rows.setdefault(home, 0)
+            if leaf in KEYS_AND_VALUES:
+                weight: Any = part.weight
+                rows[home] = weight.shape[0] if weight.shape[0] == keys * width else -1
+    if not rows or min(rows.values()) <= 0:
+        raise ModelError(
+            f"{type(base).__name__} has {keys} key-value heads for tensor_parallel = {size} ranks, and not the "
+            f"matrices {' and '.join(KEYS_AND_VALUES)} that ranks could share: set tensor_parallel to {keys} or fewer"
         )

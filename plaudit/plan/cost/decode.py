@@ -59,12 +59,16 @@ class Replica:
             - model.moe_layers * model.top_k * model.expert_parameters
         )
 
+    def dense_here(self) -> float:
+        """Of these what a device has and computes, of all stages."""
+        return self.dense_numbers() / self.layout.tp + self.model.copied_parameters(self.layout.tp)
+
     def weight_bytes(self) -> float:
         """Per device. Embedding and head are no narrower than bf16."""
         model, size = self.model, DTYPE_BYTES[self.dtype]
         head = model.embedding_parameters * activation_bytes(self.dtype)
-        dense, experts = self.dense_numbers() * size, model.routed_parameters * size
-        return (dense + head) / self.layout.tp / self.layout.pp + experts / self.layout.width / self.layout.pp
+        dense, experts = self.dense_here() * size, model.routed_parameters * size
+        return (dense + head / self.layout.tp) / self.layout.pp + experts / self.layout.width / self.layout.pp
 
     def step_parts(self, sequences: float, context: float) -> dict[str, float]:
         """Seconds of one step in which `sequences` of the replica advance by a token, with `context` behind each."""
@@ -74,9 +78,10 @@ class Replica:
         # Stages work on different sequences at the same time: one of them passes all layers with its share.
         passing = max(1.0, sequences / layout.pp)
         local = max(1.0, passing / layout.attention_groups)
-        dense, head, reading = self.dense_numbers(), model.vocab * model.hidden, bandwidth * self._unpacking()
+        dense, head = self.dense_here(), model.vocab * model.hidden / layout.tp
+        reading = bandwidth * self._unpacking()
         read = dense * size / reading + head * number / bandwidth
-        matrices = max(read, 2 * (dense + head) * local / rate) / layout.tp
+        matrices = max(read, 2 * (dense + head) * local / rate)
         experts = 0.0
         if model.experts:
             hit = model.experts * (1 - (1 - model.top_k / model.experts) ** passing)

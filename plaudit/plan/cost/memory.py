@@ -96,7 +96,8 @@ def activation_bytes_per_token(
 def attention_numbers(trainer: Trainer, length: float) -> float:
     """Of a token in one layer: queries, keys, values and what comes out."""
     model = trainer.model
-    queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
+    queries = model.heads * (model.head_dim + model.rope_dim)
+    keys = max(model.kv_heads, trainer.layout.tp) * model.head_dim  # tensor ranks have one each, or share it
     out = float(model.heads * (model.v_dim or model.head_dim))
     # A shared prompt is computed once, and its keys and values are laid out again for every response.
     laid_out = 2 * keys * trainer.keys_per_token * trainer.key_copies
@@ -196,8 +197,9 @@ def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) ->
 
 
 def engine_weights(replica: Replica) -> Term:
-    return Term("engine weights", replica.weight_bytes(), "B", "bytes of the weights / tp, experts / width",
-                (("tp", replica.layout.tp), ("width", replica.layout.width)))  # fmt: skip
+    how = "bytes of the weights / tp, experts / width, and what all devices of a tp have: latents' and shared keys'"
+    inputs = (("tp", replica.layout.tp), ("width", replica.layout.width))
+    return Term("engine weights", replica.weight_bytes(), "B", how, inputs)
 
 
 def sequence_bytes(replica: Replica, context: float) -> float:

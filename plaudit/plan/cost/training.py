@@ -21,7 +21,7 @@ OWN_LOGITS = 1 << 24
 """Logits that Plaudit's trainer holds at once."""
 FORMULAS = {
     "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward, or 1 for frozen weights, "
-    "+ 1 if recomputed) / (tp · pp) / (FLOP/s · gemm_share)",
+    "+ 1 if recomputed) / (tp · pp) / (FLOP/s · gemm_share); what all tensor ranks of our trainer have, on each",
     "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) "
     "/ (bf16 FLOP/s · attention_share)",
     "traffic": "(activations of a token · bytes of a number + 8 B · vocabulary) · activation_passes · tokens · "
@@ -90,10 +90,17 @@ class Trainer:
         model, share = self.model, self.layers_here / self.model.layers
         dense = model.parameters - model.routed_parameters
         if self.stage is None:
-            return dense / self.layout.tp / self.layout.pp
+            return dense / self.layout.tp / self.layout.pp + self.copied_here
         # Embeddings are on the first, the head on the last; tied ones on both.
         ends = model.vocab * model.hidden * ((self.stage == 0) + self.last)
-        return ((dense - model.embedding_parameters) * share + ends) / self.layout.tp
+        return ((dense - model.embedding_parameters) * share + ends) / self.layout.tp + self.copied_here
+
+    @property
+    def copied_here(self) -> float:
+        """Parameters that all tensor ranks of our trainer have."""
+        if not self.layout.plain:
+            return 0.0
+        return self.model.copied_parameters(self.layout.tp, keys_whole=True) * self.layers_here / self.model.layers
 
     def parameters_here(self) -> float:
         return self.expert_parameters_here() + self.dense_parameters_here()
@@ -128,7 +135,8 @@ class Trainer:
         # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
         # Half of backward's products are gradients of weights, which frozen ones have not.
         learned = 1 + self.trained_share if backward else 0.0
-        products = 2 * model.active_parameters * tokens * (1 + learned + again) / cuts / gemm
+        copied = model.copied_parameters(layout.tp) / layout.pp if layout.plain else 0.0
+        products = 2 * (model.active_parameters / cuts + copied) * tokens * (1 + learned + again) / gemm
         attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
         attention /= chip.bf16 * fixed.attention_share
         logits = model.vocab * 8.0 / layout.tp / layout.pp  # each in two bytes, in four, and its gradient in two

@@ -105,6 +105,17 @@ class ModelShape:
         biases = (queries + 2 * keys) if self.attention_bias else 0
         return h * (queries + 2 * keys) + queries * h + biases + 2 * h
 
+    def copied_parameters(self, tp: int, keys_whole: bool = False) -> float:
+        """What a tensor rank has of all layers beyond its share, because other ranks have it too: what makes latents,
+        and key-value heads where ranks outnumber them, of which it has the one that it uses, or all (`keys_whole`)."""
+        if self.latent:
+            made = self.hidden * (self.q_rank + self.kv_rank + self.rope_dim) + self.q_rank + self.kv_rank
+            return self.layers * made * (1 - 1 / tp)
+        if tp <= self.kv_heads:
+            return 0.0
+        own = self.kv_heads if keys_whole else 1
+        return self.layers * 2 * self.hidden * self.head_dim * (own - self.kv_heads / tp)
+
     @property
     def dense_mlp_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.ffn

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -29,9 +30,10 @@ from plaudit.core.model.split import SUMMED, planned, split_parts
 from plaudit.core.model.stages import Elsewhere
 from plaudit.errors import ModelError
 from plaudit.models.weights import Cut, Readable
+from plaudit.train.optim.context import alike
 from plaudit.train.optim.experts import deal_out
 from plaudit.train.optim.pipeline import ONLY, Stage, keep_stage, tied_names
-from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Ranks
+from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Group, Ranks
 
 FORWARD = "sharded_rows"
 
@@ -62,7 +64,7 @@ class Shards:
             self.on_both_ends = tied_names(module)
             self.homes = keep_stage(module, self.stage)
         self.summed: set[str] = set()
-        """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
+        """Parameters that every tensor rank has whole and uses for its own heads only: their gradients add up."""
         if self.mesh[TENSOR].size() > 1:
             self._split_matrices(ranks.experts is not None)
             self._split_vocabulary()
@@ -162,7 +164,8 @@ class Shards:
 
     def on_both(self, name: str) -> bool:
         """Whether a parameter is split over both dimensions of its mesh; else each tensor rank has it whole."""
-        return self.parameters[name].device_mesh.ndim == 2
+        parameter = self.parameters[name]  # a bias that is added after the ranks' sum is on both, and whole on one
+        return parameter.device_mesh.ndim == 2 and not any(isinstance(each, Replicate) for each in parameter.placements)
 
     def _split_matrices(self, dealt: bool) -> None:
         base = trunk(self.module)
@@ -170,11 +173,18 @@ class Shards:
         for name, part, style in planned(base, dealt):
             if style == SUMMED:
                 self.summed |= {f"{prefix}.{name}.{each}" for each, _ in part.named_parameters()}
-        styles: dict[str, ParallelStyle] = {
-            f"{prefix}.{name}": ColwiseParallel() if style == "colwise" else RowwiseParallel()
-            for name, _, style in split_parts(base, self.mesh[TENSOR].size(), dealt)
-        }
-        parallelize_module(self.module, self.mesh[TENSOR], styles)
+        tensor = self.mesh[TENSOR]
+        group = Group(tensor.get_local_rank(), tensor.size(), tensor.get_group())
+        styles: dict[str, ParallelStyle] = {}
+        for matrix in split_parts(base, group.size, dealt):
+            name = f"{prefix}.{matrix.name}"
+            if matrix.parts == group.size:
+                styles[name] = ColwiseParallel() if matrix.style == "colwise" else RowwiseParallel()
+                continue
+            linear: Any = matrix.linear
+            linear.forward = partial(_own_heads, linear, matrix.cut(group.index, group.size), group)
+            self.summed |= {f"{name}.{each}" for each, _ in linear.named_parameters()}
+        parallelize_module(self.module, tensor, styles)
 
     def _split_vocabulary(self) -> None:
         embedding: Any = trunk(self.module).get_input_embeddings()  # type: ignore[operator]
@@ -197,6 +207,12 @@ class Shards:
                 part.register_parameter(name, split[parameter])
         if embedding in tables and self.stage.index == 0:
             embedding.forward = MethodType(_look_up, embedding)
+
+
+def _own_heads(linear: nn.Linear, cut: Cut, group: Group, x: Tensor) -> Tensor:
+    """Of a matrix that every rank has whole: keys or values of a head that several ranks share."""
+    bias = None if linear.bias is None else cut.of(linear.bias)
+    return F.linear(alike(x, group), cut.of(linear.weight), bias)
 
 
 class _OwnRows(TorchFunctionMode):
