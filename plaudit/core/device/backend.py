@@ -17,7 +17,7 @@ from torch import Tensor
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed
 from plaudit.core.sampling.sampler import Drawn, Sampler
-from plaudit.core.states import StateBooks
+from plaudit.core.states import StateTable
 from plaudit.errors import RequestError
 
 
@@ -124,7 +124,7 @@ class Backend(ABC):
     look_every: int
     window: int  # most decode steps without a look, where nobody waits for one
     exact: bool = True  # see Engine
-    states: StateBooks | None = None  # of a model with recurrent layers
+    states: StateTable | None = None  # of a model with recurrent layers
     overlaps: bool = False  # forward() returns before the device has computed it
 
     def __init__(self, decoder: Decoder) -> None:

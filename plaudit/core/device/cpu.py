@@ -13,7 +13,7 @@ from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.columns import columns_of
 from plaudit.core.device.cpu_decode import ROOM, DecodeWindow
-from plaudit.core.device.mixing import Mixing, Walk
+from plaudit.core.device.mixing import Mixing, WindowStates
 from plaudit.core.device.paged import PagedBackend, PagedLayout
 from plaudit.core.model import operations
 from plaudit.core.model.decoder import Decoder
@@ -130,7 +130,7 @@ class CpuBackend(PagedBackend):
             window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size, self.steady)
             if self.states is not None:
                 at = batch.positions.tolist()  # which are the tokens before each row's last
-                window.walk = Walk(self.states, self.bank, batch.tables.tolist(), at)
+                window.states = WindowStates(self.states, self.bank, batch.tables.tolist(), at)
         sampler = batch.sampler
         at_once = max(1, NOISE // (len(batch.lengths) * self.decoder.vocab_size * 4))
         noted = []
@@ -146,8 +146,8 @@ class CpuBackend(PagedBackend):
                 drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
                 noted.append((drawn, batch.alive))
                 batch.advance(drawn.tokens)
-                if window.walk is not None:
-                    window.walk.advance(noted[-1][1], batch.alive)
+                if window.states is not None:
+                    window.states.advance(noted[-1][1], batch.alive)
                 if not bool(batch.alive.any() if (step + 1) % self.look_every else batch.alive.all()):
                     break  # also at a look's place once a row has ended: the others go on without it
         window.store()

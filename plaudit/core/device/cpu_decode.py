@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plaudit.core.device.backend import DecodeBatch
-from plaudit.core.device.mixing import Walk
+from plaudit.core.device.mixing import WindowStates
 from plaudit.core.device.paged import KVCache
 from plaudit.core.model.attention import (
     LEAST_KEYS,
@@ -59,7 +59,7 @@ class DecodeWindow(Layout):
         self.block_size = block_size
         self.room = max(ROOM, steps)
         self.batch = batch
-        self.walk: Walk | None = None  # of a model with recurrent layers
+        self.states: WindowStates | None = None  # of a model with recurrent layers
         self._sampler = batch.sampler
         self._lengths = batch.lengths
         self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
@@ -79,8 +79,8 @@ class DecodeWindow(Layout):
         if not same or self._stored + steps > self.room:
             return False
         self.batch = batch
-        if self.walk is not None:
-            self.walk.tables = batch.tables.tolist()
+        if self.states is not None:
+            self.states.tables = batch.tables.tolist()
         return True
 
     def next(self) -> None:
@@ -94,8 +94,8 @@ class DecodeWindow(Layout):
         return _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        assert self.walk is not None
-        return self.walk.mix(mixer, hidden)
+        assert self.states is not None
+        return self.states.mix(mixer, hidden)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if layer not in self._laid:
@@ -122,8 +122,8 @@ class DecodeWindow(Layout):
 
     def store(self) -> None:
         """Bring what the steps since the last call computed into the blocks, and the states to where they stand."""
-        if self.walk is not None:
-            self.walk.store(range(len(self._lengths)))
+        if self.states is not None:
+            self.states.store(range(len(self._lengths)))
         positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
         slots = _slots(self.batch.tables, positions, self.block_size)
         stored = self._step + 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plaudit.core import kernels
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
-from plaudit.core.device.mixing import Mixing, Stand
+from plaudit.core.device.mixing import GraphStates, Mixing
 from plaudit.core.device.paged import KVCache, PagedBackend, PagedLayout, Step
 from plaudit.core.model import differentiable
 from plaudit.core.model.attention import Layout, Rule
@@ -355,9 +355,9 @@ class CudaBackend(PagedBackend):
     def _with_states(self, batch: DecodeBatch, pieces: Iterator[Decoded]) -> Iterator[Decoded]:
         """States are stored before the host hears of a token: it may give their blocks away."""
         assert self.states is not None
-        stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        states = GraphStates(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
         done = list(pieces)
-        stand.store(sum(len(piece.tokens) for piece in done), done[-1].alive[-1].tolist())
+        states.store(sum(len(piece.tokens) for piece in done), done[-1].alive[-1].tolist())
         yield from done
 
     def state_rows(self, running: int) -> int:

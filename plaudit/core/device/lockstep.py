@@ -26,14 +26,14 @@ from torch import Tensor
 
 from plaudit.core.device.backend import Backend, Copy, DecodeBatch, Decoded, Span
 from plaudit.core.model.packing import Packed, packed_layout, send
-from plaudit.core.model.stages import receive
+from plaudit.core.model.stages import receive as receive_rows
 from plaudit.core.model.stages import send as send_rows
 from plaudit.errors import RankLost, RequestError, one_line
 
 OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END, WEIGHTS, COPY = range(8)
 HEARTBEAT_SECONDS = 1.0
 REPLY_BYTES = 1024  # of what a rank says of the weights that it took
-LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
+MIN_CAPACITY = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
 
 
 @dataclass
@@ -53,41 +53,41 @@ class RankGroups:
     on_loss: Callable[[str], None] | None = None
     stages: dist.ProcessGroup | None = None
     last: int = 0
-    room: int = LEAST
+    capacity: int = MIN_CAPACITY
     beats: bool = True
 
-    def tell(self, kind: int, *parts: np.ndarray) -> None:
+    def send(self, kind: int, *parts: np.ndarray) -> None:
         opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
         count = opening[0] = len(opening) + sum(map(len, parts))
-        flat = np.zeros(max(count, self.room), dtype=np.int32)
+        flat = np.zeros(max(count, self.capacity), dtype=np.int32)
         np.concatenate([opening, *parts], out=flat[:count], casting="unsafe")
-        dist.broadcast(torch.from_numpy(flat[: self.room]), group=self.messages, group_src=0)
-        if count > self.room:
-            dist.broadcast(torch.from_numpy(flat[self.room :]), group=self.messages, group_src=0)
-        self._make_room(count)
+        dist.broadcast(torch.from_numpy(flat[: self.capacity]), group=self.messages, group_src=0)
+        if count > self.capacity:
+            dist.broadcast(torch.from_numpy(flat[self.capacity :]), group=self.messages, group_src=0)
+        self._resize(count)
 
-    def hear(self) -> tuple[int, list[np.ndarray]]:
-        flat = np.zeros(self.room, dtype=np.int32)
+    def receive(self) -> tuple[int, list[np.ndarray]]:
+        flat = np.zeros(self.capacity, dtype=np.int32)
         dist.broadcast(torch.from_numpy(flat), group=self.messages, group_src=0)
         count = int(flat[0])
-        if count > self.room:
-            rest = np.zeros(count - self.room, dtype=np.int32)
+        if count > self.capacity:
+            rest = np.zeros(count - self.capacity, dtype=np.int32)
             dist.broadcast(torch.from_numpy(rest), group=self.messages, group_src=0)
             flat = np.concatenate([flat, rest])
-        self._make_room(count)
+        self._resize(count)
         first = 3 + int(flat[2])
         ends = first + np.cumsum(flat[3:first])
         return int(flat[1]), np.split(flat[first:count], ends[:-1] - first) if len(ends) else []
 
-    def _make_room(self, count: int) -> None:
+    def _resize(self, count: int) -> None:
         """The next message is likely as long as this one, and both sides know how long this one was."""
-        self.room = max(LEAST, 1 << (count - 1).bit_length())
+        self.capacity = max(MIN_CAPACITY, 1 << (count - 1).bit_length())
 
     def returned(self, rows: Tensor) -> Tensor:
         """The last stage's rows on rank 0. Every rank has as many of its own."""
         if self.stages is not None and len(rows):
             if self.rank == 0:
-                return receive(rows, self.last, self.stages)
+                return receive_rows(rows, self.last, self.stages)
             if self.rank == self.last:
                 send_rows(rows, 0, self.stages)
         return rows
@@ -124,11 +124,11 @@ class Leader(Backend):
             threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def open(self, blocks: int) -> None:
-        with self._together(OPEN, np.array([blocks])):
+        with self._collectively(OPEN, np.array([blocks])):
             self.inner.open(blocks)
 
     def close(self) -> None:
-        with self._together(CLOSE):
+        with self._collectively(CLOSE):
             self.inner.close()
 
     def kv_bytes(self, reached: int) -> int:
@@ -152,29 +152,29 @@ class Leader(Backend):
 
     def dismiss(self) -> None:
         """Let the others go, until they follow again."""
-        with self._together(END):
+        with self._collectively(END):
             pass
 
     def take_weights(self, message: bytes, take: Callable[[], bytes]) -> list[bytes]:
         """Every rank takes in what a message brings, this one by `take`; what each has to say of it, in
         `REPLY_BYTES` at most."""
         padded = np.frombuffer(message + bytes(-len(message) % 4), dtype=np.int32)
-        with self._together(WEIGHTS, np.array([len(message)]), padded):
+        with self._collectively(WEIGHTS, np.array([len(message)]), padded):
             return self.channel.gathered(take())
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         tokens = packed.input_ids[0].cpu().numpy()
         shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
-        with self._together(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
+        with self._collectively(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
             return self.channel.returned(self.inner.rows(packed, wanted))
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         parts = packed_spans(spans, copies)
-        with self._together(FORWARD, *parts):
+        with self._collectively(FORWARD, *parts):
             return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        with self._together(COPY, *packed_spans((), copies)):
+        with self._collectively(COPY, *packed_spans((), copies)):
             self.inner.copy(copies)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
@@ -191,13 +191,13 @@ class Leader(Backend):
         yield Decoded.of(noted)
 
     @contextmanager
-    def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
+    def _collectively(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
         """The others hear what is done inside. After an error nobody knows how far each of them has come."""
         with self._lock:
             if self._lost:
                 raise RankLost(self._lost)
             try:
-                self.channel.tell(kind, *parts)
+                self.channel.send(kind, *parts)
                 yield
             except BaseException as error:
                 self._lost = f"the ranks of this model are no longer together: {one_line(error)}"
@@ -211,7 +211,7 @@ class Leader(Backend):
             if time.monotonic() - self._last_sent < HEARTBEAT_SECONDS:
                 continue
             try:
-                with self._together(HEARTBEAT):
+                with self._collectively(HEARTBEAT):
                     self.channel.barrier()
             except RankLost as error:
                 if self.channel.on_loss is not None:
@@ -224,7 +224,7 @@ def follow(backend: Backend, channel: RankGroups, take: Callable[[bytes], bytes]
     """Every other rank: compute what rank 0 says, until it says that it is over. The decoder of the back end is part
     of rank 0's; `take` brings it new weights."""
     while True:
-        kind, parts = channel.hear()
+        kind, parts = channel.receive()
         if kind == OPEN:
             backend.open(int(parts[0][0]))
         elif kind == CLOSE:

@@ -17,7 +17,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.last_layer import WantedRows
 from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.packing import send
-from plaudit.core.states import StateBank, StateBooks
+from plaudit.core.states import StateBank, StateTable
 
 
 @dataclass
@@ -75,7 +75,7 @@ class PagedBackend(Backend):
         self.wanted = WantedRows(decoder)
         self._cache: KVCache | None = None
         self._bank: StateBank | None = None
-        self.states = StateBooks(self.block_size) if decoder.states else None
+        self.states = StateTable(self.block_size) if decoder.states else None
 
     @property
     def cache(self) -> KVCache:

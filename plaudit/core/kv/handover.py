@@ -41,7 +41,9 @@ class Handover:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values, *self.state))
 
 
-def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str) -> Handover:
+def export_kv(
+    tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str
+) -> Handover:
     """A copy of what the tree has of these tokens."""
     match = tree.match((key, salt), tokens, len(tokens))
     blocks = [node.block for node in match.nodes]
@@ -60,7 +62,7 @@ def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int
     return Handover(tuple(tokens[:count]), version, keys, values, salt, state)
 
 
-def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
+def import_kv(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
     """Enter the KV in the tree, as far as there are blocks beside `reserve` ones; how many tokens it has then."""
     size, pool = tree.block_size, tree.pool
     present = tree.match((key, handover.salt), handover.tokens, len(handover.tokens))
@@ -81,7 +83,7 @@ def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handove
     if isinstance(tree, StatefulTree) and count and (name := tree.place((key, handover.salt), handover.tokens)):
         slot = tree.states.keep(name)
         if slot is not None:
-            _bank(backend).enter(slot, handover.state)
+            _bank(backend).restore(slot, handover.state)
     for block in chain.blocks:
         pool.release(block)
     tree.released(chain.nodes)

@@ -189,7 +189,7 @@ class PrefixTree:
         self.evictions += freed
         return freed
 
-    def hold_end(
+    def pin_path(
         self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
     ) -> Place | None:  # fmt: skip
         """Where the path tokens[:upto] ends, as far as it is here; `free_path` takes it back. `chain`: with which it

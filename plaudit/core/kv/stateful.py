@@ -6,13 +6,13 @@ from collections.abc import Hashable, Sequence
 
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.prefix import Chain, Match, Node, Place, PrefixTree
-from plaudit.core.states import Name, StateBooks
+from plaudit.core.states import Name, StateTable
 
 
 class StatefulPool(BlockPool):
     """A block that nobody holds has no state."""
 
-    def __init__(self, blocks: int, states: StateBooks) -> None:
+    def __init__(self, blocks: int, states: StateTable) -> None:
         self.states = states
         super().__init__(blocks)
 
