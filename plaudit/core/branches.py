@@ -407,7 +407,7 @@ def _allocate(runner: Runner, count: int) -> list[int] | None:
         runner.tree.evict(count + reserve - pool.free)
         if pool.free < count + reserve:
             return None
-    return [pool.take() for _ in range(count)]
+    return [pool.allocate() for _ in range(count)]
 
 
 def _release(runner: Runner, chain: Chain[Node]) -> None:

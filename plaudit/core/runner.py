@@ -148,7 +148,7 @@ class Runner(Transactional):
             self.pool.retain(node.block)
         sequence.chain = Chain([node.block for node in match.nodes], list(match.nodes))
         if match.partial is not None:
-            sequence.chain.blocks.append(own := self.pool.take())
+            sequence.chain.blocks.append(own := self.pool.allocate())
             at = send(np.arange(match.partial_tokens, dtype=np.int64), self.decoder.device)
             self.backend.write(own * size + at, *self.backend.read(match.partial.block * size + at))
         sequence.computed = have

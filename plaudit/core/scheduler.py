@@ -249,7 +249,7 @@ class Scheduler:
             if self.pool.free < need + reserve:
                 return False
         for _ in range(need):
-            sequence.chain.blocks.append(self.pool.take())
+            sequence.chain.blocks.append(self.pool.allocate())
         return True
 
     def _allocate_or_preempt(self, sequence: Sequence, tokens: int) -> bool:

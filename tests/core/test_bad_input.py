@@ -37,11 +37,11 @@ REWARD = Engine(tiny.model("llama", "sequence"))
         ({"min_p": 2.0}, "min_p is 2.0, and must be from 0 to 1"),
         ({"max_tokens": 0}, "max_tokens is 0, and must be at least 1"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is above max_tokens 4"),
-        ({"temperature": 0, "top_p": 0.9}, r"temperature 0 takes the most likely token, so top_p=0.9 cannot matter"),
+        ({"temperature": 0, "top_p": 0.9}, r"temperature 0 takes the most likely token, so top_p=0.9 has no effect"),
         ({"deadline": 0.0}, "deadline is 0.0, and must be above 0 seconds"),
         ({"seed": -1}, "seed is -1"),
         ({"logit_bias": {3: float("-inf")}}, r"logit_bias\[3\] is -inf, and must be finite"),
-        ({"stop": ("x", "")}, "stop holds an empty string"),
+        ({"stop": ("x", "")}, "stop has an empty string"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -73,7 +73,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
             lambda: ENGINE.score([[3, 4]], positions=[[2]], columns=[1]),
             r"positions \[2\] must be ascending and within 0..1",
         ),
-        (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must rise"),
+        (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must be ascending"),
         (lambda: ENGINE.score([[3, 4]], columns=[-1], logprobs=True), "position 1 is the last: no token follows"),
         (lambda: ENGINE.score([[3, 4]], positions=[[0]], columns=[-1]), "column -1 is outside the vocabulary"),
         (lambda: ENGINE.score([[3]], positions=[], columns=[1]), "1 sequences and 0 lists of positions"),
@@ -81,7 +81,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
         (lambda: REWARD.generate([[3]]), "has no vocabulary head: it scores, it does not generate"),
         (lambda: REWARD.logprobs([[3, 4]]), "has no vocabulary head"),
         (lambda: REWARD.score([[3]], columns=[1]), "leave out columns"),
-        (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes and one block of 16 tokens needs"),
+        (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes, but one block of 16 tokens needs"),
         (lambda: Engine(tiny.model("llama"), kv_bytes=-0.5), "kv_bytes is -0.5"),
         (
             lambda: Engine(tiny.model("llama"), budget=8, max_running=9),

@@ -85,7 +85,7 @@ def test_what_cannot_be_taken_is_refused() -> None:
     given = first.export_kv(prompt)
     assert len(given.tokens) == len(prompt)
     second.new_version(1)
-    with pytest.raises(RequestError, match="version 0, and the engine has 1"):
+    with pytest.raises(RequestError, match="version 0, but the engine has version 1"):
         second.import_kv(given)
     other = Engine(tiny.model("qwen3"))
     with pytest.raises(RequestError, match="same model"):

@@ -24,7 +24,7 @@ def enter(tree: PrefixTree, tokens: list[int], key: str = "v0") -> Chain[Node]:
     while len(chain.blocks) * SIZE < len(tokens):
         if tree.pool.free == 0:
             tree.evict(1)
-        chain.blocks.append(tree.pool.take())
+        chain.blocks.append(tree.pool.allocate())
     tree.extend(key, chain, tokens, len(tokens), stored=True)
     return chain
 
@@ -123,7 +123,7 @@ def test_the_same_tokens_computed_twice_are_kept_once() -> None:
     tree = PrefixTree(BlockPool(10), SIZE)
     chains = []
     for _ in range(3):
-        chain: Chain[Node] = Chain([tree.pool.take(), tree.pool.take()])
+        chain: Chain[Node] = Chain([tree.pool.allocate(), tree.pool.allocate()])
         tree.extend("v0", chain, [5, 6, 7, 8, 9], 5, stored=True)
         chains.append(chain)
     assert len({chain.blocks[0] for chain in chains}) == 1
@@ -132,7 +132,7 @@ def test_the_same_tokens_computed_twice_are_kept_once() -> None:
 
 def test_books_that_do_not_balance_are_found() -> None:
     pool = BlockPool(3)
-    block = pool.take()
+    block = pool.allocate()
     pool.check([[block]])
     with pytest.raises(RuntimeError, match="block 0 counts 1 references and has 0 holders"):
         pool.check([])

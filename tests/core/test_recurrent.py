@@ -325,7 +325,7 @@ def test_a_state_that_has_no_room_or_no_fitting_engine() -> None:
     first = engine_of(module)
     first.generate([prompt], SamplingParams(max_tokens=1, seed=1))
     given = first.export_kv(prompt)
-    with pytest.raises(RequestError, match="a state of 0 tensors is not Lfm2ForCausalLM's, which has 1"):
+    with pytest.raises(RequestError, match="a state of 0 tensors does not fit Lfm2ForCausalLM, which has 1"):
         engine_of(module).import_kv(replace(given, state=[]))
     shape = first.decoder
     small = engine_of(module, kv_bytes=2 * shape.state_bytes() + 2 * BLOCK * shape.token_bytes())
@@ -409,7 +409,7 @@ def test_new_weights_make_states_unreachable() -> None:
 def test_kept_states_make_room_for_those_that_run() -> None:
     books = StateTable(BLOCK, slots=6, every=BLOCK, running=2)
     pool = BlockPool(8)
-    blocks = [pool.take() for _ in range(4)]
+    blocks = [pool.allocate() for _ in range(4)]
     books.begin(set())
     kept = [books.keep((block, BLOCK)) for block in blocks]
     assert kept.count(None) == 2  # two are to spare beside two for each that runs
