@@ -87,7 +87,9 @@ def test_without_recording_samples_have_none_and_kv_takes_no_more() -> None:
 
 
 def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM \(llama\) has no router that selects experts .*: leave out train.routing_r"):
+    with pytest.raises(
+        ModelError, match=r"LlamaForCausalLM \(llama\) has no router that selects experts .*: leave out train.routing_r"
+    ):
         Engine(model("llama"), record_experts=True)
     engine = Engine(mixture("mixtral"), record_experts=True, kv_bytes=1 << 22)
     with pytest.raises(RequestError, match="not transferred with the KV of their tokens"):
