@@ -108,7 +108,7 @@ def test_one_bad_prompt_keeps_the_others_out() -> None:
     [
         (
             MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
-            r"\(mamba\) mixes tokens with recurrent layers that the core does not know: MambaMixer",
+            r"\(mamba\) has recurrent layers that the core does not support: MambaMixer",
         ),
         (
             RecurrentGemmaConfig(

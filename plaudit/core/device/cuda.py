@@ -236,8 +236,8 @@ class DecodeGraph:
         return self.draw_truncated
 
     def run(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
-        """Run all steps on the device, or fewer once few rows are alive. That is read one chunk late, so that the device
-        is busy while the host reads."""
+        """Run all steps on the device, or fewer once few rows are alive; that is read one chunk late, so that the
+        device is busy while the host reads."""
         draw = self._load_truncation(batch.sampler)
         self.load(batch)
         self.step.zero_()

@@ -98,7 +98,7 @@ def _refuse_by_name(name: str, config: Any) -> None:
     if not hasattr(text, "vocab_size"):
         raise ModelError(f"{name} ({family}) has no vocab_size; the core runs models of tokens")
     if getattr(text, "index_topk", None) or any("sparse" in t or "compress" in t for t in layers):
-        raise ModelError(f"{name} ({family}) attends to the keys that an indexer picks; the core attends to all")
+        raise ModelError(f"{name} ({family}) attends only to the keys that an indexer selects; the core attends to all")
 
 
 def _refuse_layers(base: nn.Module, config: Any) -> None:
@@ -109,7 +109,7 @@ def _refuse_layers(base: nn.Module, config: Any) -> None:
     if text.model_type in RECURRENT or (kinds and not mixers):
         lists = [part for part in base.modules() if isinstance(part, nn.ModuleList) and len(part)]
         layer = type(mixers[0] if mixers else lists[0][0]).__name__
-        raise ModelError(f"{name} mixes tokens with recurrent layers that the core does not know: {layer}")
+        raise ModelError(f"{name} has recurrent layers that the core does not support: {layer}")
 
 
 def _recurrent(kind: str) -> bool:

@@ -84,7 +84,7 @@ def _watched_attention(
     layout: Watch | None = None, **told: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     if layout is None:
-        raise Refused("does not hand to its attention what the model is called with, so that it cannot run packed")
+        raise Refused("does not pass the model's keyword arguments to its attention, so it cannot run packed")
     if not hasattr(module, "layer_idx"):
         raise Refused("does not number its attention layers, so that they have no KV cache")
     read = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
@@ -147,16 +147,16 @@ class Trial:
             raise Refused(f"does not run packed: {type(error).__name__}: {one_line(error)}") from error
         layers = max(len(watch.shapes), decoder.config.num_hidden_layers)  # a decoder of two stacks counts one of them
         if any(count > 1 for count in watch.calls.values()):
-            raise Refused("calls attention twice in a layer, and the KV cache has one place for each")
+            raise Refused("calls attention twice in a layer, but the KV cache has one entry per layer")
         if (mixers := mixers_of(self.module)) and len(watch.states) < len(mixers):
             raise Refused(
                 f"does not hand to its recurrent layers ({type(mixers[0]).__name__}) what the model is called with, so "
                 "that they cannot run packed"
             )
         if not set(watch.shapes) <= set(range(layers)):
-            raise Refused("uses an attention layer in several places, and the KV cache has one place for each")
+            raise Refused("uses an attention layer several times, but the KV cache has one entry per layer")
         if watch.states and not watch.shapes:
-            raise Refused("has recurrent layers and none that attends; the core runs models that have both")
+            raise Refused("has recurrent layers but no attention layers; the core runs models that have both")
         if not watch.states and sorted(watch.shapes) != list(range(layers)):
             raise Refused("has layers outside transformers' attention registry; the core needs all of them in it")
         self._same(rows, torch.cat(self.rows), lambda: _feature(decoder, watch))
@@ -288,7 +288,7 @@ def _own(call: Callable[[], T]) -> T:
         return call()
     except Exception as error:
         raise Refused(
-            f"cannot be tried: in plain transformers a small model of its config fails on token ids alone: "
+            f"cannot be tested: in plain transformers a small model of its config fails on token ids alone: "
             f"{type(error).__name__}: {one_line(error)}"
         ) from error
 
@@ -297,14 +297,14 @@ def _feature(decoder: Decoder, watch: Watch) -> str:
     """What of a model's attention is not plain causal attention, as far as it can be told."""
     config, rules = decoder.config, watch.rules
     if "position_ids" not in inspect.signature(decoder.trunk.forward).parameters:
-        return "takes no position_ids, so that it cannot run packed"
+        return "takes no position_ids, so it cannot run packed"
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None) and all(rule.window is None for rule in rules.values()):
-            return f"has a window ({name}) in its mask alone, where the core does not read it"
+            return f"has a window ({name}) only in its mask, which the core does not read"
     if watch.unread:
         return f"hands {', '.join(sorted(watch.unread))} to attention, which the core does not read"
     if watch.masked:
-        return "makes a mask of its own in its layers, which the core does not read"
+        return "creates its own mask in its layers, which the core does not read"
     kinds = set(getattr(config, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention", "sliding_attention", "attention"}):
         return f"has layers of the kind {odd[0]!r}, which the core does not know"
