@@ -148,7 +148,7 @@ def test_a_head_that_does_more_fails_the_trial() -> None:
         return out
 
     module.forward = louder
-    with pytest.raises(ModelError, match="does something to its logits"):
+    with pytest.raises(ModelError, match="changes its logits in a way"):
         inspect(module)
 
 
