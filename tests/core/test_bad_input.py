@@ -114,7 +114,7 @@ def test_one_bad_prompt_keeps_the_others_out() -> None:
             RecurrentGemmaConfig(
                 vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, lru_width=16
             ),
-            r"\(recurrent_gemma\) mixes tokens with recurrent layers .* RecurrentGemmaDecoderLayer",
+            r"\(recurrent_gemma\) has recurrent layers .* RecurrentGemmaDecoderLayer",
         ),
     ],
 )

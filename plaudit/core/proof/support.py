@@ -130,7 +130,7 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
     together, watch = watched(decoder, packed)
     _check_finite(decoder, together)
     alone = torch.cat([own_rows(decoder.module, part) for part in (first, second)])
-    _compare(decoder, together, alone, "gives different hidden rows packed and alone: tokens mix outside attention")
+    _compare(decoder, together, alone, "gives different rows packed than alone: it mixes tokens outside attention")
     if decoder.kind == "causal":
         expected, ours = own_outputs(decoder.module, first), decoder.logits(alone[: len(first)])
         _check_finite(decoder, expected)
