@@ -48,8 +48,7 @@ class Engine:
                  requests; by default `generate` returns less often while nothing waits
     seed         for requests without a seed of their own, combined with the submission number
     channel      to the other ranks that run shards of the same module (see lockstep.py); this is rank 0
-    exact        in half precision on a GPU, in float32 on a CPU: bit-equal to the learner, in any batch; slower for few
-                 rows
+    exact        in half precision on a GPU, float32 on a CPU: bit-equal to the learner in any batch; slower for few rows
     state_every  for models with recurrent layers: tokens between two stored states, a multiple of the block size; a
                  prefix is shared up to the last of them
     record_experts   for a mixture of experts on a CPU: samples record the experts of each token (Sample.experts)
@@ -194,8 +193,7 @@ class Engine:
             self._checked = time.monotonic()
 
     def abort(self, number: int) -> None:
-        """End a request now; the next step returns its samples with finish_reason "abort". Unknown numbers are
-        ignored."""
+        """End a request now; the next step returns its samples as finish_reason "abort". Ignores unknown numbers."""
         request = self._requests.get(number)
         if request is not None:
             self._stop(request, None)
@@ -271,8 +269,7 @@ class Engine:
         self, sequence: Prompt, *, positions: Sequence[int] | None = None, columns: Sequence[int] | None = None,
         logprobs: bool = False, params: SamplingParams | None = None,
     ) -> int:  # fmt: skip
-        """Queue one sequence for scoring and return its number; `step()` reports its `values`. Of `params` only
-        priority and deadline are used."""
+        """Queue one sequence for scoring; `step()` reports its `values`. Of `params`, uses priority and deadline."""
         ids = self._intake.tokens(sequence)
         read = self._intake.reads([ids], None if positions is None else [positions], columns, logprobs)[0]
         request = self._intake.scoring(ids, read, params or SamplingParams())
@@ -406,8 +403,7 @@ class Engine:
     # Internal
 
     def _key(self) -> Hashable:
-        """The prefix tree's key: module, adapters, version. If the adapters have changed, running sequences are
-        requeued."""
+        """The prefix tree's key: module, adapters, version. If adapters have changed, requeues running sequences."""
         adapters = self.decoder.adapter_state()
         if adapters != self._adapters:
             self._runner.requeue()

@@ -134,8 +134,7 @@ class Runner(Transactional):
 
     @transaction
     def adopt(self, key: Hashable, sequence: Seq) -> None:
-        """Let a waiting sequence decode from the next step on, as if it had been computed here, if the tree has its
-        whole KV. Otherwise it stays queued."""
+        """Let a waiting sequence decode from the next step on if the tree has all of its KV; if not it stays queued."""
         scheduler, size = self.scheduler, self.backend.block_size
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
@@ -221,8 +220,7 @@ class Runner(Transactional):
             self.scheduler.end(sequence)
 
     def _forward(self, plan: Plan, overlap: bool) -> bool:
-        """Compute the plan's chunks. True if their scores are reported late: with `overlap` the host does not wait for
-        the scores of sequences that finish in this step."""
+        """Compute the plan's chunks. With `overlap` it does not wait for final scores; True if they come late."""
         spans = [_span(chunk) for chunk in plan.chunks]
         rows = self.backend.forward(spans, [copy for copies in plan.copies.values() for copy in copies])
         drawing: list[tuple[Seq, int]] = []
@@ -385,8 +383,7 @@ class Runner(Transactional):
         return text
 
     def _failed(self, plan: Plan, error: Exception) -> None:
-        """Handle an error during a step: the sequences of the step end with it, the others are recomputed, and the tree
-        is emptied, because blocks may be half-written."""
+        """Handle a failed step: its sequences end, all others are recomputed. Half-written blocks leave the tree."""
         self.failure = error
         self.rebuild()  # first: reference counts may be inconsistent, and ending a sequence releases blocks
         for chunk in plan.chunks:

@@ -31,13 +31,8 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """The work of one step.
-
-    decode_steps   > 0: every chunk is the next token of a decoding sequence, and blocks for that many steps are
-                   allocated
-    copies         by target block
-    pinned         nodes that are copied from, retained until the step is done
-    """
+    """The work of one step. `decode_steps` > 0: every chunk is the next token of a decoding sequence, and blocks for
+    that many steps are allocated. `copies`: by target block. `pinned`: their source nodes, retained during the step."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
@@ -147,8 +142,8 @@ class Scheduler:
                 return
 
     def _scoring_budget(self) -> int:
-        """Token budget if only scoring requests are queued: half of their tokens, so that while the device computes
-        one half, the results of the other are sent and new requests arrive."""
+        """The token budget for scoring only: half of the queued tokens, so that the device computes one half while
+        results of the other are sent and new requests arrive."""
         if not all(s.request.read is not None for s in self.live):
             return self.budget
         there = self.ahead + sum(s.pending for s in self.live)
@@ -170,8 +165,8 @@ class Scheduler:
             self.tree.extend((key, sequence.request.params.salt), sequence.chain, sequence.tokens, upto, stored=False)
 
     def _admit(self, sequence: Sequence, left: int, key: Hashable, plan: Plan) -> Chunk | None:
-        """Start a waiting sequence if its first chunk fits and leaves a free block for each running sequence: without
-        it one would soon be preempted, which costs a whole prompt."""
+        """Start a waiting sequence if its first chunk fits and leaves a free block per running sequence, so that none
+        is preempted soon, which would cost a whole prompt."""
         if len(self.running) >= self.max_running:
             return None
         reserve = len(self.running)
@@ -253,8 +248,7 @@ class Scheduler:
         return True
 
     def _allocate_or_preempt(self, sequence: Sequence, tokens: int) -> bool:
-        """Allocate blocks for this many tokens, preempting later sequences if needed. False if that preempted the
-        sequence itself."""
+        """Allocate blocks for this many tokens, preempting later sequences if needed; False if it preempted itself."""
         while not self._allocate(sequence, tokens, 0):
             last = max(self.running, key=lambda s: s.order)
             self.preempt(last)

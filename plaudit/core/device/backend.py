@@ -1,4 +1,4 @@
-"""The interface between the engine and a device: KV storage, attention, and the decode loop.
+"""The interface between the engine and a device (KV storage, attention, decode loop).
 
 The scheduler, the prefix tree, the sampler and the engine use only this interface. A back end owns the KV tensors and
 the attention over them, and nothing else: it is given block numbers, and the weights belong to the module.

@@ -47,8 +47,7 @@ class BlockPool:
             self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Raise unless every reference belongs to a holder, every block without one is free, and no block is free
-        twice."""
+        """Raise unless every reference has a holder, every block without one is free, and no block is free twice."""
         refs = np.array(self.refs, dtype=np.int64)
         blocks = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
         counts = np.bincount(blocks, minlength=self.blocks)

@@ -192,8 +192,7 @@ class PrefixTree:
     def pin_path(
         self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
     ) -> Place | None:  # fmt: skip
-        """Pin the end of the path tokens[:upto], as far as it is cached; `free_path` unpins it. chain: with which the
-        path was inserted."""
+        """Pin the end of the path tokens[:upto], as far as cached; `free_path` unpins it. chain: that inserted it."""
         nodes = chain.nodes if chain is not None else []
         if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
             end: Node | None = nodes[-1]
@@ -208,8 +207,8 @@ class PrefixTree:
         return Place(end, self._resets, upto)
 
     def free_path(self, place: Place) -> int:
-        """Unpin a path and free its nodes from the end upwards, up to one with children, other paths or references;
-        returns how many blocks were freed."""
+        """Unpin a path; free its nodes from the end up to one with children, other paths or references; returns how
+        many blocks were freed."""
         node, freed = place.node, 0
         if place.resets != self._resets:
             return freed

@@ -83,8 +83,7 @@ class Sampler:
             self.moves.note(tokens_B)
 
     def noise(self, positions: Tensor) -> Tensor:
-        """positions (..., B) -> the noise that `draw` adds at these positions, (..., B, V). It does not depend on
-        logits, so it can be computed for many steps at once."""
+        """positions (..., B) -> the noise that `draw` adds, (..., B, V); needs no logits, so covers many steps at once."""
         if self.all_greedy:
             return torch.zeros(*positions.shape, 1, device=positions.device)
         return gumbel(self.keys, positions, self.hashes)
