@@ -48,7 +48,7 @@ class Engine:
                  requests; by default `generate` returns less often while nothing waits
     seed         for requests without a seed of their own, combined with the submission number
     channel      to the other ranks that run shards of the same module (see lockstep.py); this is rank 0
-    exact        in half precision on a GPU, float32 on a CPU: bit-equal to the learner in any batch; slower for few rows
+    exact        in half precision on a GPU, float32 on a CPU: the learner's bits, in any batch; slower for few rows
     state_every  for models with recurrent layers: tokens between two stored states, a multiple of the block size; a
                  prefix is shared up to the last of them
     record_experts   for a mixture of experts on a CPU: samples record the experts of each token (Sample.experts)

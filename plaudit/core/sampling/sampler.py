@@ -83,7 +83,7 @@ class Sampler:
             self.moves.note(tokens_B)
 
     def noise(self, positions: Tensor) -> Tensor:
-        """positions (..., B) -> the noise that `draw` adds, (..., B, V); needs no logits, so covers many steps at once."""
+        """positions (..., B) -> the noise that `draw` adds, (..., B, V), of many steps at once: it needs no logits."""
         if self.all_greedy:
             return torch.zeros(*positions.shape, 1, device=positions.device)
         return gumbel(self.keys, positions, self.hashes)
