@@ -1,4 +1,4 @@
-"""What it costs to tell another rank of a step: two gloo ranks on this machine, a step of 16,384 tokens.
+"""The cost of sending a step to another rank: two gloo ranks on this machine, a step of 16,384 tokens.
 
     python benchmarks/broadcast.py [--quick]
 
@@ -49,11 +49,11 @@ def rank(number: int, file: str, count: int) -> None:
         if number == 0:
             time.sleep(0.002)  # rank 1 waits, as it does between two steps
             began = time.perf_counter_ns()
-            channel.tell(FORWARD, *packed_spans(spans, []))
+            channel.send(FORWARD, *packed_spans(spans, []))
             store.set(f"told/{i}", str(time.perf_counter_ns() - began))
             store.set(f"at/{i}", str(began))
         else:
-            _, parts = channel.hear()
+            _, parts = channel.receive()
             found = unpacked_spans(parts)
             over = time.perf_counter_ns()
             assert [list(span.tokens) for span in found] == [span.tokens for span in spans]

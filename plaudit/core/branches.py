@@ -78,13 +78,13 @@ class _Row:
 
 
 class Branches:
-    """Branches of one engine, which must not be used otherwise meanwhile. `apart` runs what changes the engine's pool
-    and tree, with the tree's key."""
+    """Branches of one engine, which must not be used otherwise meanwhile. `exclusively` runs what changes the engine's
+    pool and tree, with the tree's key."""
 
-    def __init__(self, runner: Runner, intake: Intake, apart: Callable[[Callable[[Hashable], T]], T]) -> None:
+    def __init__(self, runner: Runner, intake: Intake, exclusively: Callable[[Callable[[Hashable], T]], T]) -> None:
         self._runner = runner
         self._intake = intake
-        self._apart: Callable[[Callable[[Hashable], Any]], Any] = apart
+        self._exclusively: Callable[[Callable[[Hashable], Any]], Any] = exclusively
         self._size = runner.backend.block_size
         self._sampler: tuple[list[_Row], Sampler] | None = None
 
@@ -106,7 +106,7 @@ class Branches:
                 _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, ends[id(options)], place)
                 for i in range(options.n)
             ]
-        continuations: dict[_Row, Continuation] = self._apart(lambda key: self._sample(key, rows, steps))
+        continuations: dict[_Row, Continuation] = self._exclusively(lambda key: self._sample(key, rows, steps))
         return [[continuations[row] for row in own] for _, own in groupby(rows, lambda row: row.path)]
 
     def read(
@@ -123,14 +123,14 @@ class Branches:
                 raise RequestError(f"position {position} must lie in 0..{len(sequence) - 1}, the sequence's tokens")
         longest = max(map(len, ids))
         self._intake.check_pool(longest, f"a sequence of {longest} tokens")
-        values, ends = self._apart(lambda key: self._read(key, ids, places, positions, read))
+        values, ends = self._exclusively(lambda key: self._read(key, ids, places, positions, read))
         if not np.isfinite(values).all():
             raise RequestError(f"{self._runner.decoder.name} gave scores that are not finite numbers")
         return values, ends
 
     def place(self, tokens: Sequence[int]) -> Place | None:
         """The place of a path that was computed by other calls."""
-        place: Place | None = self._apart(lambda key: self._runner.tree.hold_end(key, tokens, len(tokens)))
+        place: Place | None = self._exclusively(lambda key: self._runner.tree.pin_path(key, tokens, len(tokens)))
         return place
 
     def continuation(self, sample: Sample) -> Continuation:
@@ -276,7 +276,7 @@ class Branches:
         """Hand its KV over to the tree."""
         tree = self._runner.tree
         tree.extend(key, row.chain, row.tokens, row.computed, stored=True)
-        place = tree.hold_end(key, row.tokens, row.computed, row.chain) if row.finish is not None else None
+        place = tree.pin_path(key, row.tokens, row.computed, row.chain) if row.finish is not None else None
         _release(self._runner, row.chain)
         row.chain = Chain()
         return place
@@ -307,7 +307,7 @@ class Branches:
             rows = batch.compute(positions[first : first + count])
             readouts.append(take(self._runner.decoder, rows, [Reading(read, (), range(count))]))
             for tokens, chain in zip(sequences[first:], batch.chains, strict=False):
-                ends.append(self._runner.tree.hold_end(key, tokens, len(tokens), chain))
+                ends.append(self._runner.tree.pin_path(key, tokens, len(tokens), chain))
                 _release(self._runner, chain)
         self._runner.steps += len(readouts)
         return np.concatenate([readout.arrays()[0] for readout in readouts]), ends
@@ -407,7 +407,7 @@ def _allocate(runner: Runner, count: int) -> list[int] | None:
         runner.tree.evict(count + reserve - pool.free)
         if pool.free < count + reserve:
             return None
-    return [pool.take() for _ in range(count)]
+    return [pool.allocate() for _ in range(count)]
 
 
 def _release(runner: Runner, chain: Chain[Node]) -> None:

@@ -1,4 +1,4 @@
-"""From what a step has drawn and read to the tokens of each sequence and the log-probs of its prompt."""
+"""Applies a step's sampled tokens to its sequences and collects the log-probs of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plaudit.records import ItemError, Likely
 
 
 def by_row(sequences: list[Sequence], decoded: Decoded) -> Iterator[Draws]:
-    """What each sequence has drawn while it was alive."""
+    """The draws of each sequence while it was alive."""
     counts = decoded.alive.numpy().sum(axis=0).tolist()
     columns = (decoded.tokens, decoded.logprobs, decoded.raw_logprobs)
     tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
@@ -37,7 +37,7 @@ def _tops(top: tuple[torch.Tensor, torch.Tensor] | None, row: int, count: int, m
 
 
 def padded(rows: list[list[int]] | list[frozenset[int]], filler: int) -> np.ndarray:
-    """Rows of numbers as one array, at least one column wide."""
+    """Rows of numbers as one array, padded, at least one column wide."""
     counts = np.array([len(row) for row in rows])
     made = np.full((len(rows), max(1, counts.max())), filler, dtype=np.int64)
     made[np.arange(made.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, counts.sum())
@@ -45,7 +45,7 @@ def padded(rows: list[list[int]] | list[frozenset[int]], filler: int) -> np.ndar
 
 
 def accept_all(sequence: Sequence, draws: Draws, version: int) -> int:
-    """Add drawn tokens that the back end has tested already, where nobody on the host has a say; how many."""
+    """Append drawn tokens whose stop conditions the back end has checked; returns how many."""
     sequence.take(draws, version)
     if draws.tokens[-1] in sequence.request.stop_ids:
         sequence.finish = "stop"
@@ -55,7 +55,7 @@ def accept_all(sequence: Sequence, draws: Draws, version: int) -> int:
 
 
 def accept(sequence: Sequence, draws: Draws, version: int, model: str) -> int:
-    """Add drawn tokens until one ends the sequence; how many were added."""
+    """Append drawn tokens until one ends the sequence; returns how many were appended."""
     request = sequence.request
     for i, token in enumerate(draws.tokens):
         if math.isnan(draws.raw_logprobs[i]):
@@ -64,7 +64,7 @@ def accept(sequence: Sequence, draws: Draws, version: int, model: str) -> int:
             return i
         if sequence.stuck:
             sequence.finish = "error"
-            sequence.error = ItemError("NoMatch", "no token of the vocabulary goes on as json_schema or regex asks")
+            sequence.error = ItemError("NoMatch", "no token of the vocabulary continues a match of the schema or regex")
             return i
         sequence.take(Draws(*(column[i : i + 1] for column in draws)), version)  # type: ignore[arg-type]
         stopped = token in request.stop_ids
@@ -79,7 +79,7 @@ def accept(sequence: Sequence, draws: Draws, version: int, model: str) -> int:
 
 
 def _stops(sequence: Sequence) -> bool:
-    """What the request's own stop test says."""
+    """Call the request's stop_when; if it raises, the sequence ends with an error."""
     assert sequence.request.stop_when is not None
     try:
         text = sequence.stream.text if sequence.stream is not None else ""
@@ -91,7 +91,7 @@ def _stops(sequence: Sequence) -> bool:
 
 
 def note_prompt(sequence: Sequence) -> None:
-    """Some rows of a prompt were read; once these are all, its request has the log-probs."""
+    """Once all rows of a prompt have been read, store its log-probs in the request."""
     request, read = sequence.request, sequence.request.prompt_read
     assert read is not None
     if sum(map(len, sequence.values)) < len(read.positions):

@@ -1,4 +1,4 @@
-"""The engine: generate, score and take log-probs on a module that it does not own."""
+"""The engine: generates, scores and computes log-probs with a module that it does not own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.memory import blocks_for
 from plaudit.core.model.readouts import Read
 from plaudit.core.proof.support import inspect
-from plaudit.core.recurrent import keep_states, refuse_handover
+from plaudit.core.recurrent import refuse_handover, reserve_states
 from plaudit.core.runner import Runner
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scoring import read_rows
@@ -41,17 +41,17 @@ CHECK_EVERY = 5.0  # seconds between two integrity checks of an idle engine
 class Engine:
     """Runs one decoder without gradients. Not thread-safe: one thread calls it at a time.
 
-    kv_bytes     KV pool in bytes, or as a fraction of the free memory; taken when first needed, never exceeded
+    kv_bytes     KV pool in bytes, or as a fraction of the free memory; allocated on first use, never exceeded
     budget       tokens per step
-    max_running  sequences that decode together
-    look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it; where
-                 it is not given, `generate` looks more rarely while nobody waits
-    seed         gives requests without a seed of their own theirs, by submission number
-    channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
-    exact        in half precision on a GPU, in float32 on a CPU: the learner's bits, in any batch; slower for few rows
-    state_every  of a model with recurrent layers: tokens between two states that are kept, a multiple of the block; a
-                 prefix is found again as far as the last of them
-    record_experts   of a mixture on a CPU: samples say which experts each token had (Sample.experts)
+    max_running  maximum number of sequences that decode together
+    look_every   decode steps between two returns to the host, which then handles stop strings, callbacks and new
+                 requests; by default `generate` returns less often while nothing waits
+    seed         for requests without a seed of their own, combined with the submission number
+    channel      to the other ranks that run shards of the same module (see lockstep.py); this is rank 0
+    exact        in half precision on a GPU, float32 on a CPU: the learner's bits, in any batch; slower for few rows
+    state_every  for models with recurrent layers: tokens between two stored states, a multiple of the block size; a
+                 prefix is shared up to the last of them
+    record_experts   for a mixture of experts on a CPU: samples record the experts of each token (Sample.experts)
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Engine:
         window = self.backend.window if look_every is None else look_every
         look_every = self.backend.look_every if look_every is None else look_every
         if not 1 <= max_running <= budget:
-            raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
+            raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens per step")
         self.budget = budget
-        max_running, state_bytes = keep_states(self.backend, kv_bytes, max_running, state_every)
+        max_running, state_bytes = reserve_states(self.backend, kv_bytes, max_running, state_every)
         blocks = blocks_for(
             self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare, state_bytes
         )
@@ -86,7 +86,7 @@ class Engine:
         self._runner.version = version
         self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
         self._requests: dict[int, Request] = {}
-        self._dead: list[Request] = []  # of calls that have failed, until they are buried
+        self._failed_requests: list[Request] = []  # of failed calls, until they are released
         self._checked = float("-inf")
         self._paused = False
         self._asleep = False
@@ -100,7 +100,7 @@ class Engine:
         cls, path: str | Path, *, device: str = "auto", dtype: str = "float32", kv_bytes: int | float | None = None,
         **options: Any,
     ) -> Engine:  # fmt: skip
-        """A model directory, or the name of a model that comes with Plaudit. `auto` is the GPU if there is one."""
+        """Load a model directory, or a model that comes with Plaudit by name. `auto` is the GPU if there is one."""
         from plaudit.models import choose_device, load_any
 
         loaded = load_any(path, dtype=dtype, device=choose_device(device))
@@ -115,10 +115,9 @@ class Engine:
         """n samples of each prompt, in order: all of the first prompt's, then the second's. `group` is the prompt's
         index, `index` the sample's.
 
-        begun   of each prompt the samples that are not finished, of this engine or another; they go on, in place of n
-                new ones
-        seeds   a seed for each prompt, in place of its params'
-        text    False: samples without their text, for who reads their tokens
+        begun   per prompt, unfinished samples of this or another engine to continue, instead of n new ones
+        seeds   one seed per prompt, instead of its params'
+        text    False: samples without text, for callers that need only the tokens
         """
         self.check_ready()
         requests = self._intake.generations(prompts, params, begun, seeds)
@@ -139,8 +138,8 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
         begun: Sequence[Sequence[Sample]] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
-        gives the samples of `generate` to the bit."""
+        """Queue the requests of a `generate` call and return their numbers. Stepped to the end with nothing else
+        queued, the samples are bit-equal to those of `generate`."""
         requests = self._intake.generations(prompts, params, begun)
         return self._call(requests, lambda: [request.number for request in requests])
 
@@ -148,16 +147,17 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *,
         on_update: Callable[[Update], None] | None = None, stop_when: Callable[[list[int], str], bool] | None = None,
     ) -> int:  # fmt: skip
-        """Queue a request and return its number. `step()` advances it and reports; `on_update` hears of it too.
+        """Queue a request and return its number. `step()` advances it and returns its updates.
 
-        stop_when   asked after every token with the tokens and the text so far; True ends the sample
+        on_update   called with every update
+        stop_when   called after every token with the tokens and the text so far; True ends the sample
         """
         request = self._intake.generation(prompt, params or SamplingParams(), stream=True)
         request.on_update, request.stop_when = on_update, stop_when
         return self._call([request], lambda: request.number)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
-        """Updates of one request as they come; closing the iterator aborts it."""
+        """Yield the updates of one request; closing the iterator aborts it."""
         self.check_ready()
         number: int | None = None
         try:
@@ -168,16 +168,16 @@ class Engine:
                 self.abort(number)
 
     def step(self) -> list[Update]:
-        """Compute one step for whatever is queued, and report what is new. Empty if there is nothing to do."""
+        """Compute one step of the queued requests and return the new updates; empty if there is nothing to do."""
         self._step(alone=False)
         return self._collect()
 
     def _step(self, alone: bool) -> None:
-        if self._runner.inside:
-            raise RequestError("a callback of a step has called for another step: let it return first")
+        if self._runner.active:
+            raise RequestError("a callback has called step() during a step: return from the callback first")
         if self._paused or self._asleep:
             return
-        self._bury()
+        self._release_failed()
         self._expire()
         training = self.decoder.module.training
         try:
@@ -193,24 +193,24 @@ class Engine:
             self._checked = time.monotonic()
 
     def abort(self, number: int) -> None:
-        """End a request now; its samples come with the next step, finish_reason "abort". Unknown numbers are over."""
+        """End a request now; the next step returns its samples as finish_reason "abort". Ignores unknown numbers."""
         request = self._requests.get(number)
         if request is not None:
             self._stop(request, None)
 
     @property
     def open_requests(self) -> frozenset[int]:
-        """Numbers of the requests that are not over."""
+        """The numbers of unfinished requests."""
         return frozenset(self._requests)
 
     def discard(self, numbers: Collection[int]) -> None:
-        """End these requests without a word: nobody takes what they give."""
-        self._dead += [request for number, request in self._requests.items() if number in numbers]
-        self._bury()
+        """End these requests without any further update."""
+        self._failed_requests += [request for number, request in self._requests.items() if number in numbers]
+        self._release_failed()
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end a response."""
+        """The model's end-of-sequence tokens."""
         return self._intake.end_tokens
 
     @property
@@ -219,23 +219,23 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the last step failed, if it did; the samples it was to advance have ended with it."""
+        """The error of the last step, if it failed; its samples have ended with this error."""
         return self._runner.failure
 
-    # Handing over
+    # KV transfer
 
-    def give_kv(self, prompt: Sequence[int], salt: str = "") -> Handover:
-        """What this engine has computed of a prompt, for another one of the same weights to go on from."""
+    def export_kv(self, prompt: Sequence[int], salt: str = "") -> Handover:
+        """The cached KV of a prompt, for another engine with the same weights to continue from."""
         refuse_handover(self.decoder)
         with torch.inference_mode():
-            return self._runner.give(self._key(), self._intake.tokens(prompt), salt)
+            return self._runner.export_kv(self._key(), self._intake.tokens(prompt), salt)
 
-    def take_kv(self, handover: Handover) -> int:
-        """KV of another engine; how many of its tokens there was room for. The rest will be computed."""
+    def import_kv(self, handover: Handover) -> int:
+        """Insert the KV of another engine; returns how many tokens fit. The rest will be recomputed."""
         self.check_ready()
         refuse_handover(self.decoder)
         with torch.inference_mode():
-            return self._runner.take_in(self._key(), handover)
+            return self._runner.import_kv(self._key(), handover)
 
     # Scoring
 
@@ -243,14 +243,14 @@ class Engine:
         self, sequences: Prompt | Sequence[Prompt], *, positions: Sequence[Sequence[int]] | None = None,
         columns: Sequence[int] | None = None, logprobs: bool = False, cache: bool = False, hidden: bool = False,
     ) -> list[np.ndarray]:  # fmt: skip
-        """What the head says, in float32, per sequence.
+        """The head's outputs in float32, per sequence.
 
         positions   None: the last token, giving (labels,); else the tokens to read, giving (positions, labels)
         columns     of a causal LM: the token ids whose logits to read, in place of a class head's labels
         logprobs    read the columns' log-probs, not their logits; NEXT among them is the token that follows
-        cache       keep the KV, so that a later call computes only what is new (a search does this); without it
-                    sequences of this call still share what they have in common
-        hidden      append to what the head says the hidden row it was read from
+        cache       keep the KV, so that a later call computes only new tokens (a search does this); without it the
+                    sequences of this call still share common prefixes
+        hidden      append the hidden row to each output
         """
         ids = [self._intake.tokens(s) for s in as_list(sequences)]
         reads = self._intake.reads(ids, positions, columns, logprobs)
@@ -260,7 +260,7 @@ class Engine:
         return [v[0] for v in values] if positions is None else values
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
-        """Per sequence, the log-prob of each token after the first, at temperature 1."""
+        """The log-probs of each sequence's tokens after the first, at temperature 1."""
         ids = [self._intake.tokens(s) for s in as_list(sequences)]
         reads = [Read("logprobs", tuple(range(len(s) - 1)), (NEXT,)) for s in ids]
         return [values.reshape(-1) for values in self._read(ids, reads, cache)]
@@ -269,8 +269,7 @@ class Engine:
         self, sequence: Prompt, *, positions: Sequence[int] | None = None, columns: Sequence[int] | None = None,
         logprobs: bool = False, params: SamplingParams | None = None,
     ) -> int:  # fmt: skip
-        """Queue one sequence for scoring among everything else; `step()` reports its `values`. Of `params` only
-        priority and deadline count."""
+        """Queue one sequence for scoring; `step()` reports its `values`. Of `params`, uses priority and deadline."""
         ids = self._intake.tokens(sequence)
         read = self._intake.reads([ids], None if positions is None else [positions], columns, logprobs)[0]
         request = self._intake.scoring(ids, read, params or SamplingParams())
@@ -303,22 +302,22 @@ class Engine:
         return [_values(by_number[r.number]) for r in requests]
 
     def branches(self) -> Branches:
-        """For who goes on from what was computed, level by level; `branching` says whether the model allows it."""
-        return Branches(self._runner, self._intake, self._apart)
+        """For tree search: continue from computed paths, level by level. Requires `branching`."""
+        return Branches(self._runner, self._intake, self._exclusively)
 
     @property
     def branching(self) -> bool:
-        """Whether KV is all that there is of a token: it alone is copied for a branch."""
+        """Whether `branches` works: it copies only KV, so no recurrent states and no recorded experts."""
         return self.backend.states is None and not self.decoder.record_bytes
 
-    def _apart(self, work: Callable[[Hashable], Result]) -> Result:
+    def _exclusively(self, work: Callable[[Hashable], Result]) -> Result:
         self.check_ready()
         training = self.decoder.module.training
         try:
             if training:
                 self.decoder.module.eval()
             with torch.inference_mode(), uncollected():
-                return self._runner.apart(lambda: work(self._key()))
+                return self._runner.exclusively(lambda: work(self._key()))
         finally:
             if training:
                 self.decoder.module.train()
@@ -330,17 +329,17 @@ class Engine:
         return self._runner.version
 
     def pause(self) -> None:
-        """step() computes nothing until resume(); requests stay where they are."""
+        """step() computes nothing until resume(); requests stay queued."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
 
     def new_version(self, version: int | None = None, keep: Literal["recompute", "continue"] = "recompute") -> int:
-        """The module's weights have changed: nothing cached before counts any more.
+        """Declare that the module's weights have changed, which invalidates everything cached.
 
-        keep   what happens to sequences in flight, whose tokens stay: "recompute" reads them again with the new
-               weights, "continue" goes on with the KV they have
+        keep   sequences in flight keep their tokens: "recompute" computes their KV again with the new weights,
+               "continue" goes on with their old KV
         """
         if keep not in ("recompute", "continue"):
             raise RequestError(f"keep is {keep!r}, and must be 'recompute' or 'continue'")
@@ -366,11 +365,11 @@ class Engine:
         self._asleep = False
 
     def kv_held(self) -> int:
-        """Bytes of KV memory that are taken now: 0 before the first step and while asleep."""
+        """Bytes of KV memory in use: 0 before the first step and while asleep."""
         return self.backend.kv_bytes(self._runner.pool.reached)
 
     def shrink(self, smallest: int) -> None:
-        """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""
+        """Halve the token budget after an out-of-memory error, but not below `smallest`, and never raise it."""
         self.budget = min(self.budget, max(smallest, self.budget // 2))
         self._runner.scheduler.budget = self.budget
 
@@ -397,14 +396,14 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise if blocks, tree and sequences disagree. Also run now and then when the queue has become empty."""
-        self._bury()
+        """Raise if blocks, tree and sequences are inconsistent. Also run every few seconds when the queue is empty."""
+        self._release_failed()
         self._runner.check()
 
-    # Inside
+    # Internal
 
     def _key(self) -> Hashable:
-        """Under what the tree keeps KV. Sequences in flight when other adapters begin to act are read again."""
+        """The prefix tree's key: module, adapters, version. If adapters have changed, requeues running sequences."""
         adapters = self.decoder.adapter_state()
         if adapters != self._adapters:
             self._runner.requeue()
@@ -415,61 +414,60 @@ class Engine:
         if self._paused or self._asleep:
             state, cure = ("asleep", "wake()") if self._asleep else ("paused", "resume()")
             raise RequestError(f"the engine is {state}: call {cure} first")
-        self._bury()
+        self._release_failed()
 
     def _call(self, requests: list[Request], result: Callable[[], Result]) -> Result:
-        """Queue the requests of one call, and give its result. If the call fails, none of them stays: nobody would take
-        what they give."""
+        """Queue the requests of one call and return its result. If the call fails, its requests are released."""
         try:
-            self._bury()
+            self._release_failed()
             self._requests.update((request.number, request) for request in requests)
             sequences = [sequence for request in requests for sequence in request.sequences]
             self._runner.add(sequences)
             for sequence in sequences:
-                if sequence.generated:  # begun elsewhere
+                if sequence.generated:  # started by an earlier call or another engine
                     with torch.inference_mode():
                         self._runner.adopt(self._key(), sequence)
             return result()
         except BaseException:
-            self._dead += requests
-            self._bury()
+            self._failed_requests += requests
+            self._release_failed()
             raise
 
-    def _bury(self) -> None:
-        """Let go of the requests of calls that have failed; what a second Ctrl-C has kept from it is done later."""
-        self._runner.mend()
-        if not self._dead:
+    def _release_failed(self) -> None:
+        """Release the requests of failed calls. If a second Ctrl-C interrupts this, the next call does it."""
+        self._runner.repair()
+        if not self._failed_requests:
             return
-        self._runner.discard([sequence for request in self._dead for sequence in request.sequences])
-        gone = {request.number for request in self._dead}
-        self._requests = {number: request for number, request in self._requests.items() if number not in gone}
-        self._runner.outbox = [update for update in self._runner.outbox if update.request not in gone]
-        self._dead = []
+        self._runner.discard([sequence for request in self._failed_requests for sequence in request.sequences])
+        failed = {request.number for request in self._failed_requests}
+        self._requests = {number: request for number, request in self._requests.items() if number not in failed}
+        self._runner.pending_updates = [u for u in self._runner.pending_updates if u.request not in failed]
+        self._failed_requests = []
 
     def _drain(self, requests: Sequence[Request], alone: bool = False) -> Iterator[Update]:
-        """Step until these requests are over; news of others stays for step(). A step that fails raises here. `alone`:
-        the caller reads nothing before all of it is there, so nobody has anything to say in between."""
+        """Step until these requests have finished; updates of others stay for step(). Raises if a step fails. alone:
+        the caller needs only the final result, so nothing can interrupt a long decode window."""
         mine = {r.number for r in requests}
         while any(r.number in self._requests for r in requests):
-            self.check_ready()  # somebody may have paused the engine between two updates
+            self.check_ready()  # the caller may have paused the engine between two updates
             self._step(alone)
             yield from self._collect(mine)
             if self._runner.failure is not None:
                 raise self._runner.failure
 
     def _collect(self, numbers: set[int] | None = None) -> list[Update]:
-        """What is new, of these requests or of all."""
-        updates, left = self._runner.outbox, list[Update]()
+        """Take the pending updates of these requests, or of all."""
+        updates, left = self._runner.pending_updates, list[Update]()
         if numbers is not None and (left := [update for update in updates if update.request not in numbers]):
             updates = [update for update in updates if update.request in numbers]
         for update in updates:
-            over = update.sample is not None or update.values is not None
-            if over and (request := self._requests.get(update.request)) is not None:
+            final = update.sample is not None or update.values is not None
+            if final and (request := self._requests.get(update.request)) is not None:
                 request.open.discard(update.index)
                 if not request.open:
                     del self._requests[update.request]
-                    request.sequences.clear()  # which name their request: nothing here is left to the garbage collector
-        self._runner.outbox = left  # at last: what is interrupted before this can be done again
+                    request.sequences.clear()  # they refer to their request: break the reference cycle
+        self._runner.pending_updates = left  # last: if interrupted before this, the call can be repeated
         return updates
 
     def _expire(self) -> None:

@@ -1,4 +1,4 @@
-"""What comes in: texts to token ids, and every refusal before anything reaches the device."""
+"""Creates requests: tokenizes texts, and rejects invalid input before anything reaches the device."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Intake:
         params: SamplingParams | Sequence[SamplingParams] | None, begun: Sequence[Sequence[Sample]] | None,
         seeds: Sequence[int] | None = None,
     ) -> list[Request]:  # fmt: skip
-        """As Engine.generate has them."""
+        """The requests of Engine.generate; same arguments."""
         prompt_list = as_list(prompts)
         options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompt_list)
         if len(options) != len(prompt_list):
             raise RequestError(
-                f"{len(prompt_list)} prompts and {len(options)} SamplingParams: give one for all, or one each"
+                f"{len(prompt_list)} prompts and {len(options)} SamplingParams: give one for all, or one per prompt"
             )
         going_on: Sequence[Sequence[Sample] | None] = [None] * len(prompt_list) if begun is None else begun
         own: Sequence[int | None] = [None] * len(prompt_list) if seeds is None else seeds
         if seeds is not None and (len(seeds) != len(prompt_list) or any(not 0 <= seed < 2**63 for seed in seeds)):
             raise RequestError(
-                f"seeds are {len(seeds)} numbers for {len(prompt_list)} prompts: give each one from 0 to 2**63 - 1"
+                f"{len(prompt_list)} prompts and {len(seeds)} seeds: give one seed per prompt, from 0 to 2**63 - 1"
             )
         rows = enumerate(zip(prompt_list, options, going_on, own, strict=True))
         return [
@@ -61,7 +61,7 @@ class Intake:
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False,
         begun: Sequence[Sample] | None = None, seed: int | None = None,
     ) -> Request:  # fmt: skip
-        """`begun`: samples that go on from where they are, in place of n new ones. `seed`: in place of the params'."""
+        """begun: unfinished samples to continue, instead of n new ones. seed: instead of the params'."""
         ids = self.tokens(prompt)
         stop_ids = self.check_params(params)
         seed = params.seed if seed is None else seed
@@ -76,7 +76,7 @@ class Intake:
             request.sequences = [Seq(request, index, list(ids)) for index in range(params.n)]
         else:
             if seed is None:
-                raise RequestError("a sample goes on only with the seed it was begun with: give its seed")
+                raise RequestError("a sample can be continued only with the seed it was started with: give its seed")
             request.sequences = [self._begun(request, sample) for sample in begun]
         if (constraint := self.constraints.of(params)) is not None:
             for sequence in request.sequences:
@@ -92,13 +92,13 @@ class Intake:
     def _begun(self, request: Request, sample: Sample) -> Seq:
         if tuple(sample.prompt_ids) != request.prompt_ids or not 0 < len(sample.token_ids) < request.max_tokens:
             raise RequestError(
-                f"a sample of {len(sample.token_ids)} tokens cannot go on here: it must be of this prompt, and have "
-                f"some but fewer than max_tokens = {request.max_tokens}"
+                f"a sample of {len(sample.token_ids)} tokens cannot be continued: it must belong to this prompt and "
+                f"have at least 1 and fewer than max_tokens = {request.max_tokens} tokens"
             )
         return Seq(
             request, sample.index, [*request.prompt_ids, *sample.token_ids], logprobs=list(sample.logprobs),
             raw_logprobs=list(sample.raw_logprobs), tempered=list(sample.tempered_logprobs or ()),
-            tops=list(sample.top_logprobs or ()), versions=list(sample.versions), seen=len(sample.token_ids),
+            tops=list(sample.top_logprobs or ()), versions=list(sample.versions), reported=len(sample.token_ids),
         )  # fmt: skip
 
     @staticmethod
@@ -119,7 +119,7 @@ class Intake:
         return request
 
     def tokens(self, prompt: str | Sequence[int], checked: int = 0) -> list[int]:
-        """The first `checked` of them have passed these checks already."""
+        """The token ids of a prompt, checked. The first `checked` of them have been checked before."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the engine has no tokenizer: give token ids instead of text")
@@ -151,7 +151,7 @@ class Intake:
     ) -> list[Read]:  # fmt: skip
         name = self.decoder.name
         if columns is None and self.decoder.kind == "causal":
-            raise RequestError(f"{name} has a vocabulary head and no class head: name the columns to read")
+            raise RequestError(f"{name} has a vocabulary head and no class head: set columns to the token ids to read")
         if columns is not None and self.decoder.kind != "causal":
             raise RequestError(f"{name} has a class head and no vocabulary head: leave out columns")
         for token in columns or ():
@@ -160,31 +160,31 @@ class Intake:
         if positions is None:
             positions = [[self.decoder.last_position(s)] for s in ids]
         if len(positions) != len(ids):
-            raise RequestError(f"{len(ids)} sequences and {len(positions)} lists of positions: give one each")
+            raise RequestError(f"{len(ids)} sequences and {len(positions)} lists of positions: give one per sequence")
         for s, at in zip(ids, positions, strict=True):
             if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < len(s)):
-                raise RequestError(f"positions {list(at)} must rise and lie in 0..{len(s) - 1}, the sequence's tokens")
+                raise RequestError(f"positions {list(at)} must be ascending and within 0..{len(s) - 1}, the sequence")
             if logprobs and at and at[-1] == len(s) - 1 and NEXT in (columns or ()):
-                raise RequestError(f"position {at[-1]} is the last: no token follows whose log-prob could be read")
+                raise RequestError(f"position {at[-1]} is the last: no token follows it whose log-prob could be read")
         if columns is None:
             return [Read("head", tuple(at)) for at in positions]
         return [Read("logprobs" if logprobs else "columns", tuple(at), tuple(columns)) for at in positions]
 
     def most(self, prompt: int, params: SamplingParams) -> int:
-        """How many tokens may come after a prompt of so many."""
-        room = self.decoder.max_positions - prompt
-        if room < 1:
+        """How many tokens may be generated after a prompt of this many tokens."""
+        left = self.decoder.max_positions - prompt
+        if left < 1:
             raise RequestError(
                 f"the prompt has {prompt} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
-                f"no room for a token more; shorten the prompt{way_to_more(self.decoder.config)}"
+                f"no position is left to generate; shorten the prompt{way_to_more(self.decoder.config)}"
             )
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        most = left if params.max_tokens is None else min(params.max_tokens, left)
         # The last token drawn is never stored.
         self.check_pool(prompt + most - 1, f"a prompt of {prompt} tokens and {most} more")
         return most
 
     def check_params(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end a sample with them."""
+        """Check the params for this model; returns the tokens that end a sample."""
         if self.decoder.kind != "causal":
             raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
         vocab = self.decoder.vocab_size
@@ -201,8 +201,8 @@ class Intake:
             barred = {*params.bad_words_ids, *(self._stop_ids(params) if params.min_tokens else ())}
             if not {*params.allowed_token_ids} - barred:
                 raise RequestError(
-                    f"allowed_token_ids leaves no token: {len(params.allowed_token_ids)} are allowed, and "
-                    "bad_words_ids or min_tokens forbid all of them; allow another"
+                    f"allowed_token_ids leaves no token: bad_words_ids or min_tokens forbid all of the "
+                    f"{len(params.allowed_token_ids)} allowed ones; allow another"
                 )
         return self._stop_ids(params)
 
@@ -214,12 +214,12 @@ class Intake:
             needed = -(-tokens // self.block_size) * self.block_size * self.decoder.token_bytes()
             raise RequestError(
                 f"{what} need KV for {tokens} tokens and the pool holds {self.pool_tokens}: "
-                f"ask for fewer tokens, or raise kv_bytes to {needed} or more"
+                f"request fewer tokens, or raise kv_bytes to {needed} or more"
             )
 
 
 def as_list(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
-    """One text or one list, array or tensor of token ids stands for itself."""
+    """A list of prompts; a single text, or a single list, array or tensor of token ids, becomes a list of one."""
     first = prompts[0] if len(prompts) else None
     if isinstance(prompts, str) or isinstance(first, int) or getattr(first, "ndim", None) == 0:
         return [prompts]  # type: ignore[list-item]
@@ -239,7 +239,7 @@ def _deadline(params: SamplingParams) -> float | None:
 
 
 def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids of the tokenizer and of the model's generation config, which may be several."""
+    """The end-of-sequence ids of the tokenizer, the generation config and the config; there may be several."""
     token_ids: set[int] = set()
     sources = (tokenizer, getattr(module, "generation_config", None), getattr(module, "config", None))
     for source in sources:

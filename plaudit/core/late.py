@@ -1,4 +1,4 @@
-"""Scores that a device still computes while the host goes on."""
+"""Scores that a device is still computing while the host prepares the next step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plaudit.records import ItemError
 
 @dataclass
 class LateScores:
-    """What the sequences that ended with a step were read for."""
+    """The scores of the sequences that finish with one step."""
 
     sequences: dict[Sequence, None]
     readout: PendingReadout
     tokens: int  # of the step
 
     def updates(self, model: str) -> list[Update]:
-        """Waits for the device. A sequence that has been ended meanwhile gets none."""
+        """Waits for the device. A sequence that was aborted meanwhile gets no update."""
         values = zip(self.sequences, self.readout.arrays(), strict=True)
         return [scored(sequence, value, model) for sequence, value in values if sequence.finish is None]
 

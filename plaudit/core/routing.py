@@ -1,11 +1,11 @@
-"""Which experts the routers of a mixture choose: noted where an engine generates, and chosen again where a learner
-computes the same tokens.
+"""Routing replay: records the experts that a mixture's routers choose in the engine, and makes a learner's routers
+choose the same ones for the same tokens.
 
-Every family chooses by `topk` inside its router, before or after it normalises. So a router is the module in whose call
-a `topk` over the rows of the pass comes last, found by a pass over a few tokens; and where recorded experts take the
-place of the router's own, only the result of that `topk` changes: the scores of these experts, with their gradients,
-go through whatever normalisation the module has. Where a family first limits the choice to a few groups of experts, the
-groups of the recorded experts are among them, as they were in the engine.
+Every model family chooses by `topk` inside its router, before or after normalizing. So a router is the innermost module
+whose call contains the last `topk` over the rows of a pass, detected by a pass over a few tokens. When recorded experts
+replace the router's own, only the result of that `topk` changes: the scores of these experts, with their gradients, go
+through the module's own normalization. If a family first limits the choice to a few groups of experts, the groups of
+the recorded experts are among them, as they were in the engine.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from plaudit.core.model.packing import pack
 from plaudit.errors import DataError, ModelError
 
 TOPK = (torch.topk, Tensor.topk)
-PROBE = (3, 1, 4, 1, 5, 9, 2)  # tokens of the pass that finds the routers
+PROBE = (3, 1, 4, 1, 5, 9, 2)  # tokens of the pass that detects the routers
 
 
 class Chooser(Protocol):
-    """What stands beside the routers in a forward pass."""
+    """Observes or replaces the routers' choices in a forward pass."""
 
     def experts(self, router: int, scores: Tensor, own: Any) -> Any:
-        """The values and indices that the router goes on with. scores (T, experts); own: its topk of them."""
+        """The values and indices that the router uses. scores (T, experts); own: the router's topk of them."""
 
     def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
-        """The scores (T, groups) by which the router goes on to take groups of its experts; own: its topk of them."""
+        """The scores (T, groups) by which the router selects groups of experts; own: the router's topk of them."""
 
 
 class Routing:
-    """The routers of a module, in the order of a forward pass; each takes `k` experts for a token."""
+    """The routers of a module, in the order of a forward pass; each selects `k` experts per token."""
 
     def __init__(self, decoder: Decoder) -> None:
         routers = _routers(decoder)
         if not routers:
             raise ModelError(
-                f"{decoder.name} ({decoder.config.model_type}) has no experts that a router takes by topk, so there is "
+                f"{decoder.name} ({decoder.config.model_type}) has no router that selects experts by topk, so there is "
                 "no routing to replay: leave out train.routing_replay"
             )
         if len(taken := {k for _, k in routers.values()}) > 1:
             raise ModelError(
-                f"{decoder.name} takes {sorted(taken)} experts for a token in different layers, and routing is "
-                "recorded for one number: leave out train.routing_replay"
+                f"{decoder.name} selects {sorted(taken)} experts per token in different layers, but routing can only "
+                "be recorded for one number: leave out train.routing_replay"
             )
         self.name = decoder.name
         self.k = taken.pop()
@@ -63,7 +63,7 @@ class Routing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a token's record: a row for each router."""
+        """The shape of a token's record: one row per router."""
         return len(self.counts), self.k
 
     @property
@@ -72,7 +72,7 @@ class Routing:
 
     @contextmanager
     def by(self, chooser: Chooser | None) -> Iterator[None]:
-        """Passes inside have the chooser beside their routers; those outside have none."""
+        """Forward passes in this context use the chooser."""
         before, self._chooser = self._chooser, chooser
         try:
             yield
@@ -80,18 +80,18 @@ class Routing:
             self._chooser = before
 
     def rows(self, record: bytes, tokens: int) -> np.ndarray:
-        """(N, routers, k) of a sample's record, of its first N tokens."""
+        """A sample's record as an array (N, routers, k), of its first N tokens."""
         if len(record) % self.token_bytes or len(record) > tokens * self.token_bytes:
             raise DataError(
-                f"a sample of {tokens} tokens has {len(record)} bytes of experts, and {self.name} has "
-                f"{self.token_bytes} for a token: they are of another model"
+                f"a sample of {tokens} tokens has {len(record)} bytes of recorded experts, but {self.name} has "
+                f"{self.token_bytes} per token: it was recorded with another model"
             )
         rows = np.frombuffer(record, self.dtype).reshape(-1, *self.shape)
         most = rows.max(axis=(0, 2), initial=0)
         if (most >= self.counts).any():
             raise DataError(
-                f"a sample names expert {int(most.max())}, and {self.name} has {min(self.counts)} in a layer: it is of "
-                "another model"
+                f"a sample has expert {int(most.max())}, but {self.name} has only {min(self.counts)} experts in a "
+                "layer: it was recorded with another model"
             )
         return rows
 
@@ -106,36 +106,36 @@ class Routing:
                 self._entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
         router.register_forward_pre_hook(before)
-        router.register_forward_hook(after, always_call=True)  # also where a recomputation breaks off
+        router.register_forward_hook(after, always_call=True)  # also if a recomputation stops early
 
 
 class Recorder:
-    """Notes what the routers choose."""
+    """Records the routers' choices."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, Tensor] = {}
+        self._recorded: dict[int, Tensor] = {}
 
     def experts(self, router: int, scores: Tensor, own: Any) -> Any:
-        self._noted[router] = own[1]
+        self._recorded[router] = own[1]
         return own
 
     def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
         return scores
 
     def rows(self) -> Tensor:
-        """(T, routers, k) of the last pass."""
-        return torch.stack([self._noted[router] for router in sorted(self._noted)], dim=1)
+        """The choices of the last pass, (T, routers, k)."""
+        return torch.stack([self._recorded[router] for router in sorted(self._recorded)], dim=1)
 
 
 class Replay:
-    """Has the routers choose `chosen` (T, routers, k) for the tokens of which it is `recorded` (T,); where they would
-    have chosen the same set, in any order, nothing changes."""
+    """Makes the routers choose `chosen` (T, routers, k) for the tokens that are `recorded` (T,). Where they choose the
+    same set anyway, in any order, nothing changes."""
 
     def __init__(self, chosen: Tensor, recorded: Tensor) -> None:
         self.chosen = chosen
         self.recorded = recorded
         self._differed: dict[int, Tensor] = {}
-        self._left_out: dict[int, Tensor] = {}  # (T,) whether a router would not have looked at all groups it needs
+        self._left_out: dict[int, Tensor] = {}  # (T,) whether a router would have left out a needed group
 
     def experts(self, router: int, scores: Tensor, own: Any) -> Any:
         forced = self.chosen[:, router].long()
@@ -152,13 +152,13 @@ class Replay:
         return scores.masked_fill(needed, torch.inf)
 
     def differed(self) -> tuple[Tensor, Tensor]:
-        """(T, routers) each: 1 where a router would have chosen others, and where that is recorded."""
+        """(T, routers) each: 1 where a router would have chosen other experts; and which tokens are recorded."""
         differed = torch.stack([self._differed[router] for router in sorted(self._differed)], dim=1)
         return differed.float(), self.recorded[:, None].expand_as(differed)
 
 
 class _Choice(TorchFunctionMode):
-    """Inside one call of a router."""
+    """Active during one call of a router: passes its topk results to the chooser."""
 
     def __init__(self, chooser: Chooser, router: int, experts: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Choice(TorchFunctionMode):
 
 
 class _Watch(TorchFunctionMode):
-    """Notes in whose call the last `topk` over the rows of a pass comes: (experts, k) of each router."""
+    """Records the modules that call `topk` over the rows of a pass: (experts, k) of each router, by its last call."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

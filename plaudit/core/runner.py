@@ -1,4 +1,4 @@
-"""One step: plan, compute, take in what came out."""
+"""Runs one step: plan, forward, sample, update the sequences."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.scheduler import Chunk, Plan
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.sequence import Update
-from plaudit.core.transaction import Books, transaction
+from plaudit.core.transaction import Transactional, transaction
 from plaudit.records import ItemError
 
 T = TypeVar("T")
 
 
-class Runner(Books):
-    """Owns the scheduler, the blocks and the tree; computes on the back end. `version` is the weights' version.
-    These are its books; every change of them is a transaction."""
+class Runner(Transactional):
+    """Owns the scheduler, the blocks and the tree, and computes on the back end. Every change of them is a transaction.
+    `version` is the version of the weights."""
 
     def __init__(
         self, decoder: Decoder, backend: Backend, blocks: int, *, budget: int, max_running: int, look_every: int,
@@ -51,28 +51,28 @@ class Runner(Books):
         self.tokens_computed = 0
         self.steps = 0
         self.failure: Exception | None = None  # of the last step
-        self.outbox: list[Update] = []  # what is new, until somebody takes it
-        self.late: list[LateScores] = []  # of the last step, reported while the next one is computed
+        self.pending_updates: list[Update] = []  # not yet returned by Engine.step
+        self.late: list[LateScores] = []  # scores of the last step, reported while the next one is computed
         self._opened = False
         self.hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
 
     @transaction
     def step(self, key: Hashable, alone: bool = False) -> None:
-        """Advance what is queued; what is new goes to `outbox`. An exception of the computation ends what the step was
-        to compute, and is `failure`; after any other the sequences stand where they were last reported."""
+        """Compute one step; its updates go to `pending_updates`. An error of the computation is stored in `failure` and
+        ends the step's sequences; after any other exception the sequences are reset to what was last reported."""
         self.failure = None
         self._step(key, alone)
 
     def rebuild(self) -> None:
-        """Empty blocks and tree, and let every sequence that has not ended wait, to be read again from its tokens."""
-        reported = {(u.request, u.index) for u in self.outbox if u.sample is not None or u.values is not None}
-        reported |= {(s.request.number, s.index) for late in self.late for s in late.sequences}  # or will be
+        """Empty the blocks and the tree, and requeue every unfinished sequence; its KV is recomputed."""
+        reported = {(u.request, u.index) for u in self.pending_updates if u.sample is not None or u.values is not None}
+        reported |= {(s.request.number, s.index) for late in self.late for s in late.sequences}  # soon reported
         left = [s for s in self.scheduler.live if (s.request.number, s.index) not in reported]
         self.tree.reset()
         self.pool.reset()
         self.scheduler.restart(left)
-        self._sampler = None  # nor does a decode window go on without it
+        self._sampler = None  # this ends the back end's decode window too
 
     def _step(self, key: Hashable, alone: bool) -> None:
         self.scheduler.ahead = sum(step.tokens for step in self.late)
@@ -82,9 +82,9 @@ class Runner(Books):
             return
         scoring = all(chunk.sequence.request.read is not None for chunk in plan.chunks)
         if not scoring:
-            self.report_late()  # this step waits for its own end
+            self.report_late()  # this step waits for the device anyway
             if self.failure is not None:
-                return  # the plan is of books that are no more
+                return  # the state was rebuilt, so the plan is invalid
         self._open()
         self.steps += 1
         try:
@@ -97,50 +97,49 @@ class Runner(Books):
             return
         self.scheduler.done(plan)
         for chunk in plan.chunks:
-            if chunk.sequence in self.scheduler.live:  # a callback of one before it may have aborted it
-                self._settle(chunk.sequence, key)
+            if chunk.sequence in self.scheduler.live:  # a callback of an earlier sequence may have aborted it
+                self._finish_step(chunk.sequence, key)
         self.report_late(keep=int(late))
         if self.scheduler.idle:
-            self._sampler = None  # it holds on to the sequences it was made for
+            self._sampler = None  # it references the sequences it was created for
 
     def report_late(self, keep: int = 0) -> None:
-        """Wait for what a device computes, but for the last `keep` steps."""
+        """Wait for the scores the device is computing and report them, except those of the last `keep` steps."""
         while len(self.late) > keep:
             first = self.late[0]
             try:
                 updates = first.updates(self.decoder.name)
-            except Exception as error:  # a device reports here what went wrong in the step
+            except Exception as error:  # errors of the asynchronous step surface here
                 self.failure = error
-                self.rebuild()  # as after any step that fails
+                self.rebuild()  # as after any failed step
                 updates = first.failed(error)
-            at, rest = len(self.outbox), self.late[1:]
-            self.outbox[at:], self.late = updates, rest  # in one statement: for Ctrl-C each is in one of the two
+            at, rest = len(self.pending_updates), self.late[1:]
+            self.pending_updates[at:], self.late = updates, rest  # one statement: Ctrl-C cannot lose or repeat updates
 
-    def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
-        """A copy of the KV that there is of these tokens."""
-        self.mend()
+    def export_kv(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
+        """A copy of the cached KV of these tokens."""
+        self.repair()
         self._open()
-        return handover.give(self.tree, self.backend, key, tokens, self.version, salt)
+        return handover.export_kv(self.tree, self.backend, key, tokens, self.version, salt)
 
-    def take_in(self, key: Hashable, received: Handover) -> int:
-        """KV of another engine; how many of its tokens there was room for, beside a block for each that runs."""
+    def import_kv(self, key: Hashable, received: Handover) -> int:
+        """Insert the KV of another engine, leaving a free block per running sequence; returns how many tokens fit."""
         self._open()
         handover.check(received, self.backend, self.version)
-        return self._take_in(key, received)
+        return self._import_kv(key, received)
 
     @transaction
-    def _take_in(self, key: Hashable, received: Handover) -> int:
-        return handover.take_in(self.tree, self.backend, key, received, reserve=len(self.scheduler.running))
+    def _import_kv(self, key: Hashable, received: Handover) -> int:
+        return handover.import_kv(self.tree, self.backend, key, received, reserve=len(self.scheduler.running))
 
     @transaction
     def adopt(self, key: Hashable, sequence: Seq) -> None:
-        """Let a waiting sequence decode from the next step on, as if it had been read here, if the tree has all that it
-        needs. Otherwise it waits for its turn."""
+        """Let a waiting sequence decode from the next step on if the tree has all of its KV; if not it stays queued."""
         scheduler, size = self.scheduler, self.backend.block_size
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
         room = self.pool.free > len(scheduler.running) and len(scheduler.running) < scheduler.max_running
-        # In a partial block a state is another's, and what is recorded beside KV is not copied.
+        # The state of a partial block belongs to another sequence, and recorded experts are not copied.
         state = match.partial is None or (self.backend.states is None and not self.decoder.record_bytes)
         if have < sequence.shareable or not room or not state:
             return
@@ -148,7 +147,7 @@ class Runner(Books):
             self.pool.retain(node.block)
         sequence.chain = Chain([node.block for node in match.nodes], list(match.nodes))
         if match.partial is not None:
-            sequence.chain.blocks.append(own := self.pool.take())
+            sequence.chain.blocks.append(own := self.pool.allocate())
             at = send(np.arange(match.partial_tokens, dtype=np.int64), self.decoder.device)
             self.backend.write(own * size + at, *self.backend.read(match.partial.block * size + at))
         sequence.computed = have
@@ -162,28 +161,28 @@ class Runner(Books):
             self._opened = True
 
     def close(self) -> None:
-        """Free the KV; sequences that run will be computed again from their tokens."""
+        """Free the KV; running sequences are requeued and recomputed from their tokens."""
         self.forget()
-        self._opened = False  # first: an open back end can be opened again, a closed one not be used
+        self._opened = False  # before close(): opening an open back end again is fine, using a closed one is not
         self.backend.close()
         self.pool.reached = 0
 
     @transaction
     def requeue(self) -> None:
-        """Send every running sequence back to wait: its tokens will be read again."""
+        """Preempt every running sequence: its KV will be recomputed."""
         for sequence in list(self.scheduler.running):
             self.scheduler.preempt(sequence)
 
     @transaction
     def forget(self) -> None:
-        """The same, and empty the tree."""
+        """Preempt every running sequence and empty the tree."""
         self.report_late()
         self.requeue()
         self.tree.clear()
 
     @transaction
     def detach(self) -> None:
-        """Empty the tree, but let running sequences keep their KV, which the tree must then never see again."""
+        """Empty the tree; running sequences keep their KV, which is never inserted in the tree again."""
         self.report_late()
         for sequence in self.scheduler.running:
             sequence.cacheable = False
@@ -196,8 +195,8 @@ class Runner(Books):
         return sum(map(self.tree.free_path, places))
 
     @transaction
-    def apart(self, work: Callable[[], T]) -> T:
-        """What changes the books besides steps."""
+    def exclusively(self, work: Callable[[], T]) -> T:
+        """Run work that changes the blocks or the tree outside of steps."""
         self.report_late()
         self._open()
         return work()
@@ -215,13 +214,13 @@ class Runner(Books):
 
     @transaction
     def discard(self, sequences: Iterable[Seq]) -> None:
-        """End them without a word: nobody is left who would listen."""
+        """End sequences without reporting them."""
         for sequence in sequences:
             sequence.finish = "abort"
             self.scheduler.end(sequence)
 
     def _forward(self, plan: Plan, overlap: bool) -> bool:
-        """Whether its scores come late: with `overlap` the host does not wait for those of sequences that end here."""
+        """Compute the plan's chunks. With `overlap` it does not wait for final scores; True if they come late."""
         spans = [_span(chunk) for chunk in plan.chunks]
         rows = self.backend.forward(spans, [copy for copies in plan.copies.values() for copy in copies])
         drawing: list[tuple[Seq, int]] = []
@@ -232,7 +231,7 @@ class Runner(Books):
             sequence = chunk.sequence
             sequence.computed += chunk.tokens
             self.tokens_computed += chunk.tokens
-            draws = int(sequence.request.read is None and sequence.pending == 0)  # by the last of the wanted rows
+            draws = int(sequence.request.read is None and sequence.pending == 0)  # from the last wanted row
             if (count := len(span.wanted) - draws) and (read := sequence.reading) is not None:
                 positions = [span.start + w for w in span.wanted[:count]]
                 readings.append((sequence, Reading(read, sequence.tokens, positions)))
@@ -265,7 +264,7 @@ class Runner(Books):
             pass
 
     def _accept(self, sequences: list[Seq], decoded: Decoded) -> Iterator[tuple[Seq, int]]:
-        """Add what was drawn to the sequences that have not ended; how many tokens each of them has taken."""
+        """Append the drawn tokens to unfinished sequences; yields how many tokens each one accepted."""
         sound = bool(decoded.raw_logprobs.isfinite().all())
         for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
             if not draws.tokens or sequence.finish is not None:
@@ -292,15 +291,15 @@ class Runner(Books):
         sequences = [chunk.sequence for chunk in plan.chunks]
         batch = self._batch(sequences)
         for decoded in self.backend.decode(batch, plan.decode_steps):
-            self._take(sequences, decoded, key)
+            self._accept_decoded(sequences, decoded, key)
 
-    def _take(self, sequences: list[Seq], decoded: Decoded, key: Hashable) -> None:
+    def _accept_decoded(self, sequences: list[Seq], decoded: Decoded, key: Hashable) -> None:
         for sequence, accepted in self._accept(sequences, decoded):
-            if sequence not in self.scheduler.running:  # aborted by its own stop test
+            if sequence not in self.scheduler.running:  # aborted by its own stop_when
                 continue
             sequence.computed += accepted
             self.tokens_computed += accepted
-            self._enter(sequence, key)
+            self._insert(sequence, key)
 
     def _batch(self, sequences: list[Seq]) -> DecodeBatch:
         device = self.hashes.device
@@ -323,43 +322,43 @@ class Runner(Books):
             lengths=lengths,
         )
 
-    def _settle(self, sequence: Seq, key: Hashable) -> None:
-        """After a step: enter full blocks in the tree, say what is new, and let a finished sequence go."""
+    def _finish_step(self, sequence: Seq, key: Hashable) -> None:
+        """After a step: insert full blocks in the tree, report new tokens, and remove a finished sequence."""
         done = sequence.request.read is not None and sequence.pending == 0
         finished = sequence.finish is not None or done
-        self._enter(sequence, key, partial=finished)
+        self._insert(sequence, key, partial=finished)
         if done:
             if not self.late or sequence not in self.late[-1].sequences:
                 values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
-                self.outbox.append(scored(sequence, values, self.decoder.name))
+                self.pending_updates.append(scored(sequence, values, self.decoder.name))
             self.scheduler.end(sequence)
             return
         if not finished and sequence.request.whole and sequence.stream is None:
-            sequence.seen = sequence.generated  # nobody takes the news
-        elif finished or sequence.generated != sequence.seen:
+            sequence.reported = sequence.generated  # no partial updates
+        elif finished or sequence.generated != sequence.reported:
             self._report(sequence)
 
-    def _enter(self, sequence: Seq, key: Hashable, partial: bool = False) -> None:
-        """Put what a sequence has computed in the tree once there is a full block of it, or what there is."""
+    def _insert(self, sequence: Seq, key: Hashable, partial: bool = False) -> None:
+        """Insert a sequence's computed tokens in the tree if a new block is full, or if `partial`."""
         full = sequence.computed // self.backend.block_size > len(sequence.chain.nodes)
         if sequence.cacheable and (full or partial):
             under = (key, sequence.request.params.salt)
             self.tree.extend(under, sequence.chain, sequence.tokens, sequence.computed, stored=True)
 
     def _report(self, sequence: Seq) -> None:
-        """What is new of a sequence goes out; if it has finished, it is over."""
+        """Add an update with the new tokens of a sequence; remove it if it has finished."""
         request, stream = sequence.request, sequence.stream
-        new, finished = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :]), sequence.finish is not None
+        new, finished = tuple(sequence.tokens[sequence.prompt_len + sequence.reported :]), sequence.finish is not None
         sequence.experts = self.backend.experts_at(sequence.chain.blocks, sequence.computed) if finished else None
         sample = sequence.sample(self._text(sequence)) if finished else None
-        piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
-        raws = tuple(sequence.raw_logprobs[sequence.seen :]) if stream is not None else ()
-        tops = tuple(sequence.tops[sequence.seen :]) if stream is not None else ()
+        piece = stream.piece(sequence.reported_chars, last=finished) if stream is not None else ""
+        raws = tuple(sequence.raw_logprobs[sequence.reported :]) if stream is not None else ()
+        tops = tuple(sequence.tops[sequence.reported :]) if stream is not None else ()
         update = Update(request.number, sequence.index, new, piece, sample, raw_logprobs=raws, top_logprobs=tops)
-        # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption. And in
-        # one statement, with no call in which Ctrl-C could come: what is out counts as seen.
-        at, seen, given = len(self.outbox), sequence.generated, sequence.given + len(piece)
-        self.outbox[at:], sequence.seen, sequence.given = [update], seen, given
+        # Before the sequence is removed, or an interruption could lose it without an update. In one statement without a
+        # call that Ctrl-C could interrupt, so that an added update always counts as reported.
+        at, reported, chars = len(self.pending_updates), sequence.generated, sequence.reported_chars + len(piece)
+        self.pending_updates[at:], sequence.reported, sequence.reported_chars = [update], reported, chars
         if finished:
             self.scheduler.end(sequence)
         if request.on_update is None or sequence.error is not None:
@@ -368,15 +367,15 @@ class Runner(Books):
             request.on_update(update)
         except Exception as error:
             if not finished and sequence not in self.scheduler.live:
-                return  # it has aborted its request before it failed
+                return  # the callback aborted its own request before it failed
             sequence.finish = "error"
             sequence.error = ItemError(type(error).__name__, f"the callback failed: {error}")
-            self.outbox[at] = replace(update, sample=sequence.sample(self._text(sequence)))
+            self.pending_updates[at] = replace(update, sample=sequence.sample(self._text(sequence)))
             self.scheduler.end(sequence)
 
     def _text(self, sequence: Seq) -> str:
         if sequence.stream is not None:
-            return sequence.stream.finish(sequence.given)
+            return sequence.stream.finish(sequence.reported_chars)
         if self.tokenizer is None or not sequence.request.text:
             return ""
         tokens = sequence.tokens[sequence.prompt_len :]
@@ -384,10 +383,9 @@ class Runner(Books):
         return text
 
     def _failed(self, plan: Plan, error: Exception) -> None:
-        """The device failed in the middle of a step: what it was to compute ends with the error, the rest starts
-        again, and nothing that may be half-written can be found in the tree."""
+        """Handle a failed step: its sequences end, all others are recomputed. Half-written blocks leave the tree."""
         self.failure = error
-        self.rebuild()  # first: a sequence that ends gives blocks back, and the error may have come between two counts
+        self.rebuild()  # first: reference counts may be inconsistent, and ending a sequence releases blocks
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence in self.scheduler.live:
@@ -395,8 +393,8 @@ class Runner(Books):
                 self._report(sequence)
 
     def check(self) -> None:
-        """Blocks, tree and sequences agree."""
-        self.mend()
+        """Raise unless blocks, tree and sequences are consistent."""
+        self.repair()
         holders = [s.chain.blocks for s in (*self.scheduler.running, *self.scheduler.waiting)]
         self.pool.check([*holders, [node.block for node in self.tree.nodes()]])
         self.tree.check()

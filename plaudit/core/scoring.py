@@ -1,7 +1,7 @@
-"""Scoring without a cache: read rows of whole sequences, computing what they share once per batch.
+"""Scoring without a KV cache: reads rows of whole sequences, computing shared prefixes once per batch.
 
-Sequences in lexical order share the longest beginnings with their neighbours, so sorting finds every group without
-being told. Where little is shared they are sorted by length instead: attention then runs on full rectangles.
+In lexical order every sequence is next to those with which it shares the longest prefix, so sorting finds all groups.
+If little is shared, sequences are sorted by length instead, so that attention runs on full rectangles.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from plaudit.core.model.packing import PackedTree, pack, pack_tree, send
 from plaudit.core.model.readouts import PendingReadout, Read, Reading, take
 from plaudit.prefix import common_prefix
 
-WORTH_SHARING = 0.1  # of all tokens; below this the masks and gathers of sharing cost more than it saves
+WORTH_SHARING = 0.1  # of all tokens; below this share the masks and gathers cost more than sharing saves
 
 
 def read_rows(
     backend: Backend, sequences: Sequence[Sequence[int]], reads: Sequence[Read], budget: int
 ) -> tuple[list[np.ndarray], int, int]:
-    """What each read asks for, the tokens computed, and the tokens shared."""
+    """The values of each read, the number of tokens computed, and the number of tokens shared."""
     results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(sequences)
     computed = 0
     pending: list[tuple[list[int], PendingReadout]] = []
@@ -47,7 +47,7 @@ def _flat(sequences: Sequence[Sequence[int]], backend: Backend) -> PackedTree:
 
 
 def _batches(sequences: Sequence[Sequence[int]], budget: int) -> list[tuple[list[int], bool]]:
-    """Indices by batch, and whether the batch shares beginnings."""
+    """The sequences' indices per batch, and whether the batch shares prefixes."""
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     common = [0] + [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     total = sum(map(len, sequences))
@@ -58,7 +58,7 @@ def _batches(sequences: Sequence[Sequence[int]], budget: int) -> list[tuple[list
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], common: Sequence[int], budget: int) -> list[list[int]]:
-    """Slice by new tokens. A group that shares a lot is not torn while it stays under twice the budget."""
+    """Split into batches by new tokens. A group that shares a lot is not split up to twice the budget."""
     batches: list[list[int]] = [[]]
     tokens = 0
     for i, length, shared in zip(order, lengths, common, strict=True):

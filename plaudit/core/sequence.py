@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine, and the request it belongs to."""
+"""The state of a sequence in the engine, and the request it belongs to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of one sample: the tokens and text since the last update, and the whole sample once it is finished."""
+    """What is new of one sample since the last update: its tokens and text; once it has finished, the whole sample."""
 
     request: int
     index: int
@@ -31,23 +31,23 @@ class Update:
     text: str
     sample: Sample | None = None
     values: np.ndarray | None = None  # of a scoring request, which has no sample
-    raw_logprobs: tuple[float, ...] = ()  # of the tokens, as Sample has them; where text is streamed
-    top_logprobs: tuple[Likely, ...] = ()  # the same, where they are asked for
+    raw_logprobs: tuple[float, ...] = ()  # of the tokens, as in Sample; only where text is streamed
+    top_logprobs: tuple[Likely, ...] = ()  # the same, if requested
 
 
 class Draws(NamedTuple):
-    """The next tokens of a sequence, with an entry for each in every list that the request asks for."""
+    """The next tokens of a sequence; every list that the request needs has one entry per token."""
 
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-    tempered: list[float]  # where its params reshape
-    tops: list[Likely]  # where top_logprobs are asked for
+    tempered: list[float]  # if params.reshapes
+    tops: list[Likely]  # if top_logprobs are requested
 
 
 @dataclass(eq=False)
 class Request:
-    """What was asked. `index`ed sequences of one request share its prompt."""
+    """One request; its sequences share the prompt and differ in `index`."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -59,19 +59,19 @@ class Request:
     deadline: float | None = None  # on the monotonic clock
     on_update: Callable[[Update], None] | None = None
     stop_when: Callable[[list[int], str], bool] | None = None
-    read: Read | None = None  # set for scoring: what to read instead of sampling
-    prompt_read: Read | None = None  # what to read of the prompt beside sampling, until it has been read
+    read: Read | None = None  # scoring requests: what to read instead of sampling
+    prompt_read: Read | None = None  # what to read of the prompt in addition to sampling; None once it is read
     prompt_logprobs: tuple[float, ...] | None = None
     prompt_tops: tuple[Likely, ...] | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    open: set[int] = field(default_factory=lambda: {0})  # samples, or the score, that nobody has taken
-    whole: bool = False  # its samples are taken once they are finished, and nobody hears of them before
-    text: bool = True  # samples have their text
+    open: set[int] = field(default_factory=lambda: {0})  # indices of samples (0: the score) not yet delivered
+    whole: bool = False  # only finished samples are reported, no partial updates
+    text: bool = True  # decode the samples to text
 
 
 @dataclass(eq=False)
 class Sequence:
-    """tokens are the prompt and what was generated; the first `computed` of them have their KV in `chain.blocks`."""
+    """tokens: the prompt and the generated tokens; the KV of the first `computed` ones is in `chain.blocks`."""
 
     request: Request
     index: int
@@ -80,32 +80,32 @@ class Sequence:
     chain: Chain[Node] = field(default_factory=Chain)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
-    tempered: list[float] = field(default_factory=list)  # where its params reshape
-    tops: list[Likely] = field(default_factory=list)  # where top_logprobs are asked for
+    tempered: list[float] = field(default_factory=list)  # if params.reshapes
+    tops: list[Likely] = field(default_factory=list)  # if top_logprobs are requested
     versions: list[int] = field(default_factory=list)
     stream: TextStream | None = None
     constraint: Constraint | None = None
     finish: FinishReason | None = None
     error: ItemError | None = None
-    experts: bytes | None = None  # once it has finished, where they are recorded
-    values: list[np.ndarray] = field(default_factory=list)  # what scoring has read so far
+    experts: bytes | None = None  # set when it finishes, if experts are recorded
+    values: list[np.ndarray] = field(default_factory=list)  # scores read so far
     cacheable: bool = True  # False once its KV mixes two weight versions
-    since: int = 0  # the scheduler's step at which it began to wait
-    seen: int = 0  # generated tokens already reported in an update
-    given: int = 0  # characters of its text that were reported with them
+    since: int = 0  # the scheduler step at which it was queued
+    reported: int = 0  # generated tokens already reported in an update
+    reported_chars: int = 0  # characters of text already reported
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
 
     def restart(self) -> None:
-        """As it was when it was last reported, with nothing computed. Who calls this has taken care of the blocks."""
+        """Reset to the last reported state, with nothing computed. The caller has released the blocks."""
         self.chain, self.computed, self.values = Chain(), 0, []
         self.finish = self.error = None
         if self.request.read is not None:
             return
-        del self.tokens[self.prompt_len + self.seen :]
+        del self.tokens[self.prompt_len + self.reported :]
         for column in (self.logprobs, self.raw_logprobs, self.tempered, self.tops, self.versions):
-            del column[self.seen :]
+            del column[self.reported :]
         if self.stream is not None:
             self.stream.rewind(self.tokens[self.prompt_len :])
 
@@ -121,7 +121,7 @@ class Sequence:
 
     @property
     def reading(self) -> Read | None:
-        """What is read of its rows: all of a sequence that is scored; of a prompt, by the first of its samples."""
+        """What is read from its rows: a scoring request's read; a prompt's, by the first unfinished sample only."""
         request = self.request
         if request.prompt_read is None or next((s for s in request.sequences if s.finish is None), None) is not self:
             return request.read
@@ -129,12 +129,12 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether it may begin: a prompt that is read is read once, and the other samples then share its KV."""
+        """Whether it may be scheduled: the first sample reads the prompt's log-probs, the others then share its KV."""
         return self.request.prompt_read is None or self.reading is not None
 
     @property
     def stuck(self) -> bool:
-        """Whether its constraint knew no token to go on with."""
+        """Whether its constraint allows no further token."""
         constraint = self.constraint
         return constraint is not None and constraint.stuck is not None and self.generated >= constraint.stuck
 
@@ -144,39 +144,39 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Number of tokens whose KV is not computed yet."""
         return len(self.tokens) - self.computed
 
     @property
     def decoding(self) -> bool:
-        """One more token and it draws the next."""
+        """Whether one token is left to compute before the next one is sampled."""
         return self.pending == 1 and self.request.read is None
 
     @property
     def plain(self) -> bool:
-        """Only stop tokens and lengths end it, which the back end tests itself."""
+        """Whether only stop tokens and lengths end it; the back end tests those itself."""
         return self.stream is None and self.request.stop_when is None and self.constraint is None
 
     @property
-    def unwatched(self) -> bool:
-        """Nobody looks at it before it ends."""
+    def unobserved(self) -> bool:
+        """Whether nothing on the host needs it before it ends."""
         return self.plain and self.request.on_update is None and self.request.deadline is None
 
     @property
     def shareable(self) -> int:
-        """How many leading tokens may come from the tree: all that need no hidden row of their own."""
+        """How many leading tokens may come from the prefix tree: all whose hidden rows are not needed."""
         if (read := self.reading) is not None:
             return read.first_position
         return len(self.tokens) - 1
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes before whom when blocks are short."""
+        """Sort key for scheduling and, in reverse, for preemption: priority, then order of submission."""
         return (-self.request.params.priority, self.request.number, self.index)
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still generate."""
+        """How many tokens it may still generate."""
         return self.request.max_tokens - self.generated
 
     def sample(self, text: str) -> Sample:

@@ -1,4 +1,4 @@
-"""What an engine has done and what it holds."""
+"""The engine's counters and gauges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the engine was made, and what it holds now."""
+    """Counters since the engine was created, and its current use of memory and slots."""
 
     tokens_computed: int
     tokens_shared: int
@@ -21,6 +21,6 @@ class Stats:
     evictions: int
     states_in_use: int  # of recurrent layers
     states_total: int
-    states_dropped: int  # that were kept for others, to make room
+    states_dropped: int  # stored states that were evicted
     steps: int
     version: int

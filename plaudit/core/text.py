@@ -1,4 +1,4 @@
-"""From tokens to text while they come, and stop strings across token borders."""
+"""Incremental detokenization, and stop strings that span several tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST_STOP_TOKENS = 1024  # a decode step compares every row's token with all of 
 
 
 class TextStream:
-    """The text of one sample, piece by piece. A piece is held back while its last character is incomplete, and while
-    its end could be the beginning of a stop string."""
+    """The text of one sample, in pieces. Text is withheld while its last character is incomplete, and while its end
+    could be the beginning of a stop string."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], minimum: int) -> None:
         self._tokenizer = tokenizer
@@ -23,10 +23,10 @@ class TextStream:
         self.rewind(())
 
     def rewind(self, tokens: Sequence[int]) -> None:
-        """To where these tokens, and no others, have been pushed."""
+        """Reset to the state after these tokens."""
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text is in `text`
-        self._context = 0  # where decoding begins, so that leading spaces come out as they do in the whole
+        self._context = 0  # the token from which decoding starts, so that leading spaces are those of the whole text
         self.text = ""
         self.stopped = False
         for token in tokens:
@@ -45,25 +45,25 @@ class TextStream:
         return len(self._tokens) > self._minimum and self._find_stop(start)
 
     def _find_stop(self, start: int) -> bool:
-        places = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
-        if places:
-            self.text = self.text[: min(places)]
+        found = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
             self.stopped = True
         return self.stopped
 
-    def piece(self, given: int, *, last: bool) -> str:
-        """The text after its first `given` characters that can no longer change."""
+    def piece(self, reported: int, *, last: bool) -> str:
+        """The text after the first `reported` characters, as far as it can no longer change."""
         end = len(self.text)
         if not last:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
-        return self.text[given:end]
+        return self.text[reported:end]
 
-    def finish(self, given: int) -> str:
-        """The whole text, whose first `given` characters are out; a character that never became complete shows as it
+    def finish(self, reported: int) -> str:
+        """The whole text, whose first `reported` characters are already sent; an incomplete last character stays as it
         decodes."""
         if not self.stopped:
             whole = self._decode(self._tokens)
-            self.text = whole if whole.startswith(self.text[:given]) else self.text
+            self.text = whole if whole.startswith(self.text[:reported]) else self.text
         return self.text
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -72,10 +72,10 @@ class TextStream:
 
 
 class StopTokens:
-    """The tokens that can complete a stop string, for decoding that tests only token ids: a sample pauses at one of
-    them, and `complete` decides by its text. No other token can complete a stop string.
+    """The tokens that can complete a stop string, for decode loops that test only token ids: a sample pauses at one of
+    them, and `complete` then checks its text. No other token can complete a stop string.
 
-    ids   the tokens; None if the tokenizer allows no such list, or if it would be too long
+    ids   the tokens; None if they cannot be listed for this tokenizer, or if the list would be too long
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
@@ -90,13 +90,13 @@ class StopTokens:
 
 @lru_cache(maxsize=8)
 def stop_tokens(tokenizer: Any, stops: tuple[str, ...]) -> StopTokens:
-    """Computed once: it decodes the whole vocabulary."""
+    """The cached StopTokens: computing them decodes the whole vocabulary."""
     return StopTokens(tokenizer, stops)
 
 
 def _completing(tokenizer: Any, stops: tuple[str, ...]) -> frozenset[int] | None:
-    """A token completes a stop string if it contains the string, or begins with an end of it. Where a stop string has
-    characters beyond ASCII, a token may complete it with one byte of a character."""
+    """The tokens that contain a stop string or begin with a suffix of one. If a stop string is not ASCII, a token may
+    also complete it with one byte of a character."""
     ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
     bytewise = not all(stop.isascii() for stop in stops)
     numbers = sorted(tokenizer.get_vocab().values())
@@ -105,7 +105,7 @@ def _completing(tokenizer: Any, stops: tuple[str, ...]) -> frozenset[int] | None
     for number, piece in zip(numbers, pieces, strict=True):
         if piece.startswith(ends) or any(stop in piece for stop in stops):
             if piece.endswith(INCOMPLETE):
-                return None  # TextStream looks for stop strings when the character is complete, some tokens later
+                return None  # TextStream tests for stop strings once the character is complete, some tokens later
             ids.add(number)
         elif bytewise and INCOMPLETE in piece:
             ids.add(number)
@@ -113,5 +113,5 @@ def _completing(tokenizer: Any, stops: tuple[str, ...]) -> frozenset[int] | None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,8 +1,8 @@
-"""Changes that happen whole or not at all, whatever exception ends them.
+"""Transactions: a change of the engine's state that fails with any exception leaves no inconsistent state behind.
 
-Prompts are entered in the tree and copies counted before they are computed, so an exception between (Ctrl-C raises one
-anywhere) would leave books that promise what is not there. What changes the books is a `transaction`: after an
-exception they are set up again, at once or, if a second one keeps it from that, before the next change.
+Prompts are inserted in the tree and copies counted before they are computed, so an exception in between (Ctrl-C raises
+one anywhere) would leave a tree that claims KV which was never computed. Every change is a `transaction`: after an
+exception the state is rebuilt, at once or, if a second exception interrupts that, before the next change.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Books(ABC):
-    """Whoever has methods that are transactions."""
+class Transactional(ABC):
+    """Base class of classes whose methods are transactions."""
 
     def __init__(self) -> None:
-        self.inside = False  # a transaction is under way: who asks is one of its callbacks
-        self.torn = False  # one has failed, and the books are not yet set up again
+        self.active = False  # a transaction is running; a call in this state comes from one of its callbacks
+        self.broken = False  # one has failed, and the state is not rebuilt yet
 
-    def mend(self) -> None:
-        if self.torn and not self.inside:
+    def repair(self) -> None:
+        if self.broken and not self.active:
             self.rebuild()
-            self.torn = False
+            self.broken = False
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Set up the books, in whatever state they are. May be broken off and begun again."""
+        """Rebuild a consistent state from any state. May be interrupted and started again."""
 
 
 def transaction(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """For a method of Books. A function and no context manager: Ctrl-C can keep an __exit__ from running."""
+    """Decorates a method of Transactional. Not a context manager, because Ctrl-C can keep an __exit__ from running."""
 
     @wraps(change)
-    def whole(self: Books, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        inside = self.inside
+    def whole(self: Transactional, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        active = self.active
         try:
-            self.mend()
-            self.inside = True
+            self.repair()
+            self.active = True
             return change(self, *args, **kwargs)
         except BaseException:
-            self.torn = True
+            self.broken = True
             raise
         finally:
-            self.inside = inside
-            self.mend()  # also where a callback has swallowed the exception of a change inside
+            self.active = active
+            self.repair()  # also if a callback has swallowed the exception of a nested transaction
 
     return whole

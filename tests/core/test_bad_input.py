@@ -37,11 +37,11 @@ REWARD = Engine(tiny.model("llama", "sequence"))
         ({"min_p": 2.0}, "min_p is 2.0, and must be from 0 to 1"),
         ({"max_tokens": 0}, "max_tokens is 0, and must be at least 1"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is above max_tokens 4"),
-        ({"temperature": 0, "top_p": 0.9}, r"temperature 0 takes the most likely token, so top_p=0.9 cannot matter"),
+        ({"temperature": 0, "top_p": 0.9}, r"temperature 0 takes the most likely token, so top_p=0.9 has no effect"),
         ({"deadline": 0.0}, "deadline is 0.0, and must be above 0 seconds"),
         ({"seed": -1}, "seed is -1"),
         ({"logit_bias": {3: float("-inf")}}, r"logit_bias\[3\] is -inf, and must be finite"),
-        ({"stop": ("x", "")}, "stop holds an empty string"),
+        ({"stop": ("x", "")}, "stop has an empty string"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -67,10 +67,13 @@ def test_options(options: dict[str, Any], message: str) -> None:
             lambda: ENGINE.generate([[3] * 40], SamplingParams(max_tokens=100)),
             "need KV for 139 tokens and the pool holds",
         ),
-        (lambda: ENGINE.score([[3]]), "no class head: name the columns"),
+        (lambda: ENGINE.score([[3]]), "no class head: set columns"),
         (lambda: ENGINE.score([[3]], columns=[89]), "column 89 is outside the vocabulary"),
-        (lambda: ENGINE.score([[3, 4]], positions=[[2]], columns=[1]), r"positions \[2\] must rise and lie in 0..1"),
-        (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must rise"),
+        (
+            lambda: ENGINE.score([[3, 4]], positions=[[2]], columns=[1]),
+            r"positions \[2\] must be ascending and within 0..1",
+        ),
+        (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must be ascending"),
         (lambda: ENGINE.score([[3, 4]], columns=[-1], logprobs=True), "position 1 is the last: no token follows"),
         (lambda: ENGINE.score([[3, 4]], positions=[[0]], columns=[-1]), "column -1 is outside the vocabulary"),
         (lambda: ENGINE.score([[3]], positions=[], columns=[1]), "1 sequences and 0 lists of positions"),
@@ -78,7 +81,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
         (lambda: REWARD.generate([[3]]), "has no vocabulary head: it scores, it does not generate"),
         (lambda: REWARD.logprobs([[3, 4]]), "has no vocabulary head"),
         (lambda: REWARD.score([[3]], columns=[1]), "leave out columns"),
-        (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes and one block of 16 tokens needs"),
+        (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes, but one block of 16 tokens needs"),
         (lambda: Engine(tiny.model("llama"), kv_bytes=-0.5), "kv_bytes is -0.5"),
         (
             lambda: Engine(tiny.model("llama"), budget=8, max_running=9),
@@ -105,13 +108,13 @@ def test_one_bad_prompt_keeps_the_others_out() -> None:
     [
         (
             MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
-            r"\(mamba\) mixes tokens with recurrent layers that the core does not know: MambaMixer",
+            r"\(mamba\) has recurrent layers that the core does not support: MambaMixer",
         ),
         (
             RecurrentGemmaConfig(
                 vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, lru_width=16
             ),
-            r"\(recurrent_gemma\) mixes tokens with recurrent layers .* RecurrentGemmaDecoderLayer",
+            r"\(recurrent_gemma\) has recurrent layers .* RecurrentGemmaDecoderLayer",
         ),
     ],
 )
@@ -145,7 +148,7 @@ def test_a_head_that_does_more_fails_the_trial() -> None:
         return out
 
     module.forward = louder
-    with pytest.raises(ModelError, match="does something to its logits"):
+    with pytest.raises(ModelError, match="changes its logits in a way"):
         inspect(module)
 
 

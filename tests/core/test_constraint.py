@@ -80,11 +80,11 @@ def test_every_sample_matches_wherever_it_is_drawn(engine: Engine) -> None:
 
 def test_what_cannot_be_matched_is_refused_or_ends_alone(engine: Engine) -> None:
     for options, words in (
-        ({"regex": "(["}, "regex is none that can be matched"),
-        ({"json_schema": {"type": "nonsense"}}, "json_schema is none that can be matched"),
-        ({"json_schema": "{"}, "json_schema is none that can be matched"),
-        ({"json_schema": {}, "regex": "a"}, "regex cannot go with json_schema"),
-        ({"regex": "a", "min_tokens": 2}, "min_tokens cannot go with regex"),
+        ({"regex": "(["}, "regex cannot be used as a constraint"),
+        ({"json_schema": {"type": "nonsense"}}, "json_schema cannot be used as a constraint"),
+        ({"json_schema": "{"}, "json_schema cannot be used as a constraint"),
+        ({"json_schema": {}, "regex": "a"}, "regex cannot be combined with json_schema"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens cannot be combined with regex"),
     ):
         with pytest.raises(RequestError, match=words):
             engine.generate(PROMPTS[:1], SamplingParams(**options))

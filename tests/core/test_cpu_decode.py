@@ -26,7 +26,7 @@ WIDTH = 2 * 2 * 8 * 8  # bytes of one token in one layer: keys and values, 2 hea
 def test_tokens_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int | None
 ) -> None:
-    monkeypatch.setattr(cpu_decode, "ROOM", room)
+    monkeypatch.setattr(cpu_decode, "STEPS", room)
     monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
     module = tiny.model(family, dtype=torch.float64)
     engine = Engine(module, look_every=look_every)

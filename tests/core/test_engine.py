@@ -454,5 +454,5 @@ def test_seeds_of_their_own_are_those_of_the_params_and_samples_may_do_without_t
     assert {s.text for s in bare} == {""}
     assert all(s.text for s in asked)
     for wrong in ([5], [5, -1], [5, 2**63]):
-        with pytest.raises(RequestError, match="numbers for 2 prompts: give each one from 0"):
+        with pytest.raises(RequestError, match=r"2 prompts and \d seeds: give one seed per prompt, from 0"):
             engine.generate(prompts, SamplingParams(), seeds=wrong)

@@ -120,7 +120,7 @@ def small(engine: Engine) -> Engine:
 
 
 def narrow(patch: pytest.MonkeyPatch, room: int, workspace: int) -> None:
-    patch.setattr(cpu_decode, "ROOM", room)
+    patch.setattr(cpu_decode, "STEPS", room)
     patch.setattr(cpu_decode, "WORKSPACE", workspace)
 
 

@@ -28,7 +28,7 @@ def params(index: int, **options: object) -> SamplingParams:
 def split(first: Engine, second: Engine, asked: list[list[int]], options: list[SamplingParams]) -> list[Sample]:
     begun = first.generate(asked, [replace(o, max_tokens=1, min_tokens=min(1, o.min_tokens)) for o in options])
     for prompt in asked:
-        second.take_kv(first.give_kv(prompt))
+        second.import_kv(first.export_kv(prompt))
     open_ = [[s for s in begun if s.group == g and s.finish_reason == "length"] for g in range(len(asked))]
     done = {(s.group, s.index): s for s in begun}
     done |= {(s.group, s.index): s for s in second.generate(asked, options, begun=open_)}
@@ -82,14 +82,14 @@ def test_what_cannot_be_taken_is_refused() -> None:
     first, second = Engine(tiny.model("llama")), Engine(tiny.model("llama"))
     prompt = prompts()[5]
     first.generate([prompt], [params(0, max_tokens=1)])
-    given = first.give_kv(prompt)
+    given = first.export_kv(prompt)
     assert len(given.tokens) == len(prompt)
     second.new_version(1)
-    with pytest.raises(RequestError, match="version 0, and the engine has 1"):
-        second.take_kv(given)
+    with pytest.raises(RequestError, match="version 0, but the engine has version 1"):
+        second.import_kv(given)
     other = Engine(tiny.model("qwen3"))
     with pytest.raises(RequestError, match="same model"):
-        other.take_kv(given)
+        other.import_kv(given)
     sample = first.generate([prompt], [params(0, max_tokens=1)])
     with pytest.raises(RequestError, match="seed"):
         first.generate([prompt], [SamplingParams()], begun=[sample])
@@ -99,9 +99,9 @@ def test_what_cannot_be_taken_is_refused() -> None:
 
 def test_what_the_tree_does_not_have_is_not_given() -> None:
     engine = Engine(tiny.model("llama"))
-    assert engine.give_kv(prompts()[3]) == Handover((), 0, [], [])
+    assert engine.export_kv(prompts()[3]) == Handover((), 0, [], [])
 
 
 def test_nothing_can_be_handed_over() -> None:
     first, second = Engine(tiny.model("llama")), Engine(tiny.model("llama"))
-    assert second.take_kv(first.give_kv([3, 4, 5])) == 0
+    assert second.import_kv(first.export_kv([3, 4, 5])) == 0

@@ -168,7 +168,7 @@ def everything(engine: Engine, step: Callable[[], object]) -> None:
     step()
     scored(engine)
     engine.score(SCORED, columns=[5, 11], cache=True)
-    engine.take_kv(engine.give_kv(SCORED[2]))
+    engine.import_kv(engine.export_kv(SCORED[2]))
     engine.new_version()
     branched(engine)
     step()
@@ -395,7 +395,8 @@ def test_a_callback_cannot_ask_for_another_step() -> None:
     ended = []
     while engine.busy:
         ended += [u.sample.error.message for u in engine.step() if u.sample is not None and u.sample.error is not None]
-    assert ended == ["the callback failed: a callback of a step has called for another step: let it return first"] * 2
+    message = "the callback failed: a callback has called step() during a step: return from the callback first"
+    assert ended == [message] * 2
     right(engine)
 
 

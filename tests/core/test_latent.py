@@ -151,7 +151,7 @@ def test_dropout_of_an_adapter_is_the_modules_own() -> None:
 @pytest.mark.parametrize("workspace", [2**26, 0])
 def test_decoding_in_short_windows_and_from_blocks(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
-    monkeypatch.setattr(cpu_decode, "ROOM", 8)
+    monkeypatch.setattr(cpu_decode, "STEPS", 8)
     module = tiny.model("deepseek_v3")
     expected = [tiny.plain_greedy(module, ids, 30) for ids in IDS]
     engine = Engine(module, kv_bytes=20 * 16 * 256)

@@ -24,7 +24,7 @@ def enter(tree: PrefixTree, tokens: list[int], key: str = "v0") -> Chain[Node]:
     while len(chain.blocks) * SIZE < len(tokens):
         if tree.pool.free == 0:
             tree.evict(1)
-        chain.blocks.append(tree.pool.take())
+        chain.blocks.append(tree.pool.allocate())
     tree.extend(key, chain, tokens, len(tokens), stored=True)
     return chain
 
@@ -76,7 +76,7 @@ def test_what_is_given_up_goes_as_far_as_no_other_path_needs_it(stored: list[lis
     places = []
     for tokens in stored:
         leave(tree, enter(tree, tokens))
-        place = tree.hold_end("v0", tokens, len(tokens))
+        place = tree.pin_path("v0", tokens, len(tokens))
         assert place is not None
         places.append(place)
     order = data.draw(st.permutations(range(len(stored))))
@@ -96,7 +96,7 @@ def test_what_is_given_up_goes_as_far_as_no_other_path_needs_it(stored: list[lis
 def test_from_its_place_a_path_is_found_as_from_the_root(stored: list[list[int]], more: list[int]) -> None:
     tree = PrefixTree(BlockPool(200), SIZE)
     chains = [enter(tree, tokens) for tokens in stored]
-    places = [tree.hold_end("v0", t, len(t), chain) for t, chain in zip(stored, chains, strict=True)]
+    places = [tree.pin_path("v0", t, len(t), chain) for t, chain in zip(stored, chains, strict=True)]
     for tokens, chain, place in zip(stored, chains, places, strict=True):
         leave(tree, chain)
         asked = [*tokens, *more]
@@ -123,7 +123,7 @@ def test_the_same_tokens_computed_twice_are_kept_once() -> None:
     tree = PrefixTree(BlockPool(10), SIZE)
     chains = []
     for _ in range(3):
-        chain: Chain[Node] = Chain([tree.pool.take(), tree.pool.take()])
+        chain: Chain[Node] = Chain([tree.pool.allocate(), tree.pool.allocate()])
         tree.extend("v0", chain, [5, 6, 7, 8, 9], 5, stored=True)
         chains.append(chain)
     assert len({chain.blocks[0] for chain in chains}) == 1
@@ -132,7 +132,7 @@ def test_the_same_tokens_computed_twice_are_kept_once() -> None:
 
 def test_books_that_do_not_balance_are_found() -> None:
     pool = BlockPool(3)
-    block = pool.take()
+    block = pool.allocate()
     pool.check([[block]])
     with pytest.raises(RuntimeError, match="block 0 counts 1 references and has 0 holders"):
         pool.check([])
@@ -162,7 +162,7 @@ def test_a_key_that_holds_nothing_is_forgotten() -> None:
         leave(tree, enter(tree, [0, 1, 2, 0, 1], f"salt {i}"))
         tree.check()
     assert len(tree._roots) == 3
-    place = tree.hold_end("salt 39", [0, 1, 2, 0, 1], 5)
+    place = tree.pin_path("salt 39", [0, 1, 2, 0, 1], 5)
     assert place is not None
     tree.free_path(place)
     assert "salt 39" not in tree._roots

@@ -31,11 +31,11 @@ from plaudit.core import engine as engine_module
 from plaudit.core.device.backend import DecodeBatch, Decoded
 from plaudit.core.device.cpu import CpuBackend
 from plaudit.core.device.cpu_decode import DecodeWindow
-from plaudit.core.device.mixing import Stand
+from plaudit.core.device.mixing import GraphStates
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.packing import hidden_rows, pack_tree, use_packed_attention
-from plaudit.core.states import EVERY, StateBank, StateBooks
+from plaudit.core.states import EVERY, StateBank, StateTable
 from plaudit.errors import ConfigError, RequestError
 from plaudit.models import load_policy
 from plaudit.models.heads.value_head import ValueModel
@@ -306,10 +306,10 @@ def test_a_state_goes_with_the_kv_to_another_engine(family: str) -> None:
     first, second = engine_of(module), engine_of(module)
     begun = first.generate(prompts, [replace(p, max_tokens=1) for p in params])
     for prompt in prompts:
-        given = first.give_kv(prompt)
+        given = first.export_kv(prompt)
         assert len(given.tokens) == len(prompt)
         assert sum(state.nbytes for state in given.state) == first.decoder.state_bytes()
-        assert second.take_kv(given) == len(prompt)
+        assert second.import_kv(given) == len(prompt)
     groups = [[s for s in begun if s.group == g] for g in range(len(prompts))]
     samples = second.generate(prompts, params, begun=groups)
     assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
@@ -324,12 +324,12 @@ def test_a_state_that_has_no_room_or_no_fitting_engine() -> None:
     prompt = tiny.sequences(12, 1, 40, 40)[0]
     first = engine_of(module)
     first.generate([prompt], SamplingParams(max_tokens=1, seed=1))
-    given = first.give_kv(prompt)
-    with pytest.raises(RequestError, match="a state of 0 tensors is not Lfm2ForCausalLM's, which has 1"):
-        engine_of(module).take_kv(replace(given, state=[]))
+    given = first.export_kv(prompt)
+    with pytest.raises(RequestError, match="a state of 0 tensors does not fit Lfm2ForCausalLM, which has 1"):
+        engine_of(module).import_kv(replace(given, state=[]))
     shape = first.decoder
     small = engine_of(module, kv_bytes=2 * shape.state_bytes() + 2 * BLOCK * shape.token_bytes())
-    assert small.take_kv(given) == 0  # two blocks of 16, and no state for less than all of it
+    assert small.import_kv(given) == 0  # two blocks of 16, and no state for less than all of it
     right(module, small.generate([prompt[:9]], SamplingParams(max_tokens=3, seed=1)))
     small.check()
 
@@ -352,7 +352,7 @@ class RowsBackend(CpuBackend):
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         assert self.states is not None
-        stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        stand = GraphStates(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
         window = RowsWindow(self.cache, batch, steps, self.block_size, self.steady)
         window.bank = self.bank
         noted = []
@@ -407,14 +407,14 @@ def test_new_weights_make_states_unreachable() -> None:
 
 
 def test_kept_states_make_room_for_those_that_run() -> None:
-    books = StateBooks(BLOCK, slots=6, every=BLOCK, running=2)
+    books = StateTable(BLOCK, slots=6, every=BLOCK, running=2)
     pool = BlockPool(8)
-    blocks = [pool.take() for _ in range(4)]
+    blocks = [pool.allocate() for _ in range(4)]
     books.begin(set())
     kept = [books.keep((block, BLOCK)) for block in blocks]
     assert kept.count(None) == 2  # two are to spare beside two for each that runs
     books.begin(set())
-    slots = {books.stand((100 + i, 3)) for i in range(4)}
+    slots = {books.advance((100 + i, 3)) for i in range(4)}
     assert len(slots) == 4
     books.begin({(100 + i, 3) for i in range(4)})
     assert books.keep((7, BLOCK)) is not None

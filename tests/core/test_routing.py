@@ -87,15 +87,17 @@ def test_without_recording_samples_have_none_and_kv_takes_no_more() -> None:
 
 
 def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM \(llama\) has no experts .*: leave out train.routing_r"):
+    with pytest.raises(
+        ModelError, match=r"LlamaForCausalLM \(llama\) has no router that selects experts .*: leave out train.routing_r"
+    ):
         Engine(model("llama"), record_experts=True)
     engine = Engine(mixture("mixtral"), record_experts=True, kv_bytes=1 << 22)
-    with pytest.raises(RequestError, match="not handed over with their KV"):
-        engine.give_kv([5, 6, 7])
+    with pytest.raises(RequestError, match="not transferred with the KV of their tokens"):
+        engine.export_kv([5, 6, 7])
     routing = Routing(engine.decoder)
-    with pytest.raises(DataError, match="7 bytes of experts, and MixtralForCausalLM has 6 for a token"):
+    with pytest.raises(DataError, match="7 bytes of recorded experts, but MixtralForCausalLM has 6 per token"):
         routing.rows(bytes(7), 4)
-    with pytest.raises(DataError, match="names expert 4, and MixtralForCausalLM has 4"):
+    with pytest.raises(DataError, match="has expert 4, but MixtralForCausalLM has only 4"):
         routing.rows(bytes([0, 1, 0, 4, 0, 1]), 4)
 
 
@@ -145,7 +147,7 @@ def test_every_family_takes_the_experts_it_is_given(case: Case) -> None:
     except ModelError:  # tests/core/test_families.py says why
         return
     if case.family in NO_TOPK:
-        with pytest.raises(ModelError, match="no experts that a router takes by topk"):
+        with pytest.raises(ModelError, match="no router that selects experts by topk"):
             Routing(decoder)
         return
     engine = Engine(module, record_experts=True, kv_bytes=1 << 22)

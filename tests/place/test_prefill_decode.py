@@ -139,7 +139,7 @@ def test_a_parcel_reaches_another_process(device: str) -> None:
     prompts, _ = asked(1)
     engine = Engine(tiny.model("llama").to(device))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
-    parcel = Parcel(engine.give_kv(prompts[0]))
+    parcel = Parcel(engine.export_kv(prompts[0]))
     code = """
 import json, sys
 import msgspec
@@ -149,7 +149,7 @@ from tests.core import tiny
 from tests.core.test_recurrent import model
 given = OpenedParcel(msgspec.msgpack.decode(sys.stdin.buffer.read()))
 engine = Engine(tiny.model("llama").to(sys.argv[1]))
-print(engine.take_kv(given.handover))
+print(engine.import_kv(given.handover))
 given.close()
 tokens = list(given.handover.tokens)
 (sample,) = engine.generate([tokens], [SamplingParams(max_tokens=8, seed=0)])
@@ -176,7 +176,7 @@ def test_a_parcel_is_the_kv_that_was_packed() -> None:
     prompts, _ = asked(1)
     engine = Engine(tiny.model("gpt_oss"))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
-    given = engine.give_kv(prompts[0], "")
+    given = engine.export_kv(prompts[0], "")
     parcel = Parcel(given)
     # As another process opens it, and as this one does.
     abroad = {**parcel.message, "id": "another's"}

@@ -1,1 +1,1 @@
-"""Back ends: where KV is stored, how a device attends, where the decode loop runs. No scheduling here."""
+"""Back ends: the KV storage, the attention and the decode loop of a device. No scheduling here."""

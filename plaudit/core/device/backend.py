@@ -1,7 +1,7 @@
-"""The seam between the engine and a device: who stores KV, who attends, and where the decode loop runs.
+"""The interface between the engine and a device (KV storage, attention, decode loop).
 
-The scheduler, the prefix tree, the sampler's meaning and the engine know only this interface. A back end owns the KV
-tensors and the attention over them, and nothing else: block numbers are handed to it, weights belong to the module.
+The scheduler, the prefix tree, the sampler and the engine use only this interface. A back end owns the KV tensors and
+the attention over them, and nothing else: it is given block numbers, and the weights belong to the module.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed
 from plaudit.core.sampling.sampler import Drawn, Sampler
-from plaudit.core.states import StateBooks
+from plaudit.core.states import StateTable
 from plaudit.errors import RequestError
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one sequence that a step computes. Token i of the sequence lives in blocks[i // block_size]."""
+    """The tokens of one sequence that a step computes. Token i of the sequence is stored in blocks[i // block_size]."""
 
     tokens: Sequence[int] | np.ndarray  # the new ones
-    start: int  # position of the first: as many tokens before it have their KV in the blocks, or get it in this step
+    start: int  # position of the first; the KV of all tokens before it is in the blocks, or is stored in this step
     blocks: Sequence[int] | np.ndarray  # enough for start + len(tokens) tokens
-    wanted: Sequence[int] | np.ndarray = ()  # which of the new tokens' hidden rows are asked for, counted from `start`
+    wanted: Sequence[int] | np.ndarray = ()  # the new tokens whose hidden rows are returned, counted from `start`
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy on write: tokens first .. first + tokens - 1 of one block to the same places of another. The source may be
-    written in the same step, so a layer copies after it has stored its new keys and before it attends."""
+    """Copy on write: tokens first .. first + tokens - 1 of one block to the same offsets of another. The source may be
+    written in the same step, so a layer copies after it has stored its new keys and before attention."""
 
     source: int
     target: int
@@ -43,8 +43,9 @@ class Copy:
 
 
 def copies_into(target: int, source: int, tokens: int, planned: Mapping[int, Sequence[Copy]]) -> list[Copy]:
-    """The first `tokens` tokens of a block into another. All copies of a step happen at once, so what the source itself
-    gets by a copy in this step is taken from where that comes from. `planned` are those so far, by block filled."""
+    """The copies of the first `tokens` tokens of a block into another. All copies of a step happen at once, so tokens
+    that the source itself receives by a copy in this step are copied from their origin. planned: the copies so far, by
+    target block."""
     copies = []
     own = 0
     for earlier in planned.get(source, ()):
@@ -59,13 +60,13 @@ def copies_into(target: int, source: int, tokens: int, planned: Mapping[int, Seq
 
 @dataclass
 class DecodeBatch:
-    """Sequences that each take one token a step, as columns. The back end advances it in place.
+    """Sequences that decode one token per step, as columns. The back end advances it in place.
 
     tokens     (B,) the last token of each, whose KV is not yet stored
     positions  (B,) its position in the sequence
     drawn      (B,) how many tokens the sequence has generated before this step; the sampler's position
-    left       (B,) how many more it may generate
-    alive      (B,) False from the step after a stop token or the last allowed one; dead rows stay where they are
+    left       (B,) how many more tokens it may generate
+    alive      (B,) False from the step after a stop token or the last allowed one; finished rows no longer advance
     stops      (B, S) tokens that end a row, padded with -1
     tables     (B, N) blocks, enough for `positions + steps` tokens of every row, padded with 0
     """
@@ -81,8 +82,8 @@ class DecodeBatch:
     lengths: Sequence[int]  # positions + 1 at the start, on the host
 
     def advance(self, tokens: Tensor) -> None:
-        """Take the drawn tokens as the next input. Rows that end with them stay at their last token and position, so
-        that they go on writing the same KV to the same place and never touch a block that is not theirs."""
+        """Use the drawn tokens as the next input. Rows that end keep their last token and position, so that they keep
+        writing the same KV to the same slot and never touch a block of another sequence."""
         self.sampler.note(tokens)
         ended = (self.stops == tokens[:, None]).any(dim=1)
         self.alive = self.alive & ~ended & (self.left > 1)
@@ -95,7 +96,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Per step and row: the token drawn and its log-probs. Row b counts for as long as `alive` was true."""
+    """The drawn token and its log-probs, per step and row. Row b is valid while `alive` is true."""
 
     tokens: Tensor  # (steps, B) int64
     logprobs: Tensor  # (steps, B)
@@ -106,7 +107,7 @@ class Decoded:
 
     @classmethod
     def of(cls, draws: Sequence[tuple[Drawn, Tensor]]) -> Decoded:
-        """On the host, from the draws of each step and who was alive before it."""
+        """Stack the draws of each step, with the rows alive before it, on the host."""
         columns = zip(*((d.tokens, d.logprobs, d.raw_logprobs, alive) for d, alive in draws), strict=True)
         tokens, logprobs, raws, alive = (torch.stack(column).cpu() for column in columns)
         tempered = [d.tempered for d, _ in draws if d.tempered is not None]
@@ -117,28 +118,28 @@ class Decoded:
 
 class Backend(ABC):
     block_size: int
-    spare: int = 0  # blocks it keeps for itself, out of those that `kv_bytes` pays for
-    # What an engine takes unless it is told otherwise; see Engine.
+    spare: int = 0  # blocks that the back end uses itself, included in `kv_bytes`
+    # Defaults of the Engine's arguments; see Engine.
     budget: int
     max_running: int
     look_every: int
-    window: int  # most decode steps without a look, where nobody waits for one
+    window: int  # maximum of decode steps without returning to the host, if nothing waits for it
     exact: bool = True  # see Engine
-    states: StateBooks | None = None  # of a model with recurrent layers
+    states: StateTable | None = None  # of a model with recurrent layers
     overlaps: bool = False  # forward() returns before the device has computed it
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
     def record_experts(self) -> None:
-        """Keep the experts of every token beside its KV, from the first open() on."""
+        """Record the experts of every token next to its KV, from the first open() on."""
         raise RequestError(
-            f"experts are recorded on a CPU, and this engine's back end is a {type(self).__name__} on "
+            f"experts can be recorded only on a CPU, but this engine's back end is a {type(self).__name__} on "
             f"{self.decoder.device}: leave out train.routing_replay"
         )
 
     def experts_at(self, blocks: Sequence[int], tokens: int) -> bytes | None:
-        """As a Sample has them, where they are recorded: of the first tokens of a sequence that has these blocks."""
+        """The recorded experts (Sample.experts) of the first `tokens` tokens in these blocks; None if not recorded."""
         return None
 
     @abstractmethod
@@ -146,7 +147,7 @@ class Backend(ABC):
         """Allocate KV for this many blocks. Called before the first forward, and again after close()."""
 
     def state_rows(self, running: int) -> int:
-        """States beside those of the slots that so many sequences take while they decode."""
+        """The number of states, in addition to the slots, that `running` sequences need to decode."""
         return 0
 
     @abstractmethod
@@ -155,7 +156,7 @@ class Backend(ABC):
 
     @abstractmethod
     def kv_bytes(self, reached: int) -> int:
-        """KV memory that is taken now, if the first `reached` blocks have been written to."""
+        """KV memory in use, if the first `reached` blocks have been written to."""
 
     @abstractmethod
     def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,7 +168,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy on write, apart from a forward."""
+        """Copy on write, outside of a forward."""
 
     @abstractmethod
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
@@ -175,9 +176,9 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
-        """Compute the spans' tokens, store their KV, and give the wanted hidden rows of all spans end to end."""
+        """Compute the spans' tokens, store their KV, and return the wanted hidden rows of all spans, concatenated."""
 
     @abstractmethod
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
-        """Draw up to `steps` tokens for every row without asking the host in between, or fewer, where many rows have
-        ended by then. They come in pieces: while the host reads one, a device computes the next."""
+        """Draw up to `steps` tokens for every row without returning to the host, or fewer if many rows have ended.
+        Yields them in pieces: while the host reads one, a device computes the next."""

@@ -1,4 +1,4 @@
-"""Which back end a device gets."""
+"""Selects the back end for a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def backend_of(decoder: Decoder) -> Backend:
     if decoder.device.type == "cpu":
         return CpuBackend(decoder)
     if decoder.device.type == "cuda":
-        from plaudit.core.device.cuda import CudaBackend  # needs Triton, which a CPU build of torch comes without
+        from plaudit.core.device.cuda import CudaBackend  # needs Triton, which CPU builds of torch lack
 
         return CudaBackend(decoder)
-    raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
+    raise PlauditError(f"there is no back end for device {decoder.device}: load the model on the CPU or on a CUDA GPU")

@@ -1,9 +1,9 @@
-"""Weights of a narrow trunk as products of few rows want them: transposed, and those of query, key and value as one.
+"""Weights of a narrow trunk in the layout that is fastest for few rows: transposed, and query, key and value joined.
 
-For some tens of rows a product of a small model takes down to half as long with a weight whose rows are its inputs, and
-a call costs as much as a product. So for a number of decode steps a lean trunk on a CPU takes a copy of weights that
-are small. It does not outlast them: nothing tells when a weight changes (torch's fused optimizers do not count it). It
-is used only where a trial of its shapes gave the bits of `F.linear`.
+For tens of rows a product of a small model takes as little as half the time with a transposed weight, and the overhead
+of a call is as large as a product. So for several decode steps a lean trunk on a CPU uses a copy of weights that are
+small. The copy lives only for these steps, because nothing signals a changed weight (torch's fused optimizers do not
+increment its version). It is used only for shapes for which a trial gave the bits of `F.linear`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from plaudit.algo.tokens.products import CPU_MANY, CPU_MOST, CPU_ROWS
 from plaudit.core.model.lean import Columns, LeanTrunk
 
-SMALL = 1 << 20  # numbers of all layers: the copy of more costs as much as it saves
-WORTH = 4  # steps that pay for it
-FEWEST, MOST = CPU_MOST, max(CPU_ROWS)  # rows: with fewer a library has other kernels, with more it packs by itself
-MEASURED = platform.machine() == "x86_64"  # by MKL; no other library was measured
+SMALL = 1 << 20  # weights of all layers: copying more costs as much as it saves
+WORTH = 4  # minimum number of steps that makes the copy pay off
+FEWEST, MOST = CPU_MOST, max(CPU_ROWS)  # rows: MKL uses other kernels for fewer, and packs weights itself for more
+MEASURED = platform.machine() == "x86_64"  # measured with MKL, with no other library
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def columns_of(lean: LeanTrunk, rows: int, steps: int) -> list[Columns] | None:
-    """For so many steps of so many rows with the weights of now; None where the parts' own products are to be taken."""
+    """The joined weights for `steps` steps of `rows` rows; None if the modules' own products are to be used."""
     if not MEASURED or steps < WORTH or not FEWEST <= rows <= MOST or lean.normed:
         return None
     tables = [layer.attention | layer.mlp for layer in lean.layers]
@@ -52,8 +52,8 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
 @cache
 @torch.no_grad()
 def _same_bits(shapes: tuple[torch.Size, ...]) -> bool:
-    """Whether rows of a product with weights of these shapes, as one and transposed, have the bits that they have among
-    many with each weight by itself."""
+    """Whether few rows times joined and transposed weights of these shapes have the same bits as many rows times each
+    weight."""
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
     x = torch.randn(CPU_MANY, shapes[0][1], generator=generator)

@@ -1,4 +1,4 @@
-"""The CPU back end: packed linear layers, SDPA over groups of like length, KV gathered block by block."""
+"""The CPU back end: packed linear layers, SDPA over groups of similar length, KV gathered block by block."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.columns import columns_of
-from plaudit.core.device.cpu_decode import ROOM, DecodeWindow
-from plaudit.core.device.mixing import Mixing, Walk
+from plaudit.core.device.cpu_decode import STEPS, DecodeWindow
+from plaudit.core.device.mixing import Mixing, WindowStates
 from plaudit.core.device.paged import PagedBackend, PagedLayout
 from plaudit.core.model import operations
 from plaudit.core.model.decoder import Decoder
@@ -21,7 +21,7 @@ from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import Packed, packed_layout
 from plaudit.core.routing import Recorder, Routing
 
-NOISE = 2 * 2**20  # bytes of noise made at once: a small vocabulary's steps are too short for a call each
+NOISE = 2 * 2**20  # bytes of noise computed at once: with a small vocabulary a call per step would dominate
 
 
 class CpuBackend(PagedBackend):
@@ -29,21 +29,21 @@ class CpuBackend(PagedBackend):
     budget = 2048
     max_running = 256
     look_every = 8
-    window = ROOM  # so many columns are laid out at once
+    window = STEPS  # columns that are laid out at once
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        if self.states is not None:  # one is kept where the host looks
+        if self.states is not None:  # states are stored only when the host takes over
             self.window = self.look_every
         self._fusion: Fusion | None = None
-        self._window: DecodeWindow | None = None  # of the last decode, while nothing else wrote to the blocks
-        self._routing: Routing | None = None  # of a mixture whose experts are recorded,
-        self._experts = torch.empty(0)  # and those of each slot: (slots, routers, k)
+        self._window: DecodeWindow | None = None  # of the last decode, until anything else writes to the blocks
+        self._routing: Routing | None = None  # of a mixture whose experts are recorded
+        self._experts = torch.empty(0)  # recorded experts of each slot: (slots, routers, k)
 
     def record_experts(self) -> None:
         self._routing = Routing(self.decoder)
         self.decoder.record_bytes = self._routing.token_bytes
-        self.wanted.layer = None  # the last layer's routers choose for every row, too
+        self.wanted.layer = None  # the last layer's routers must choose for every row too
 
     def experts_at(self, blocks: Sequence[int], tokens: int) -> bytes | None:
         if self._routing is None:
@@ -68,7 +68,7 @@ class CpuBackend(PagedBackend):
         super().close()
 
     def kv_bytes(self, reached: int) -> int:
-        # Zeros that nobody has written over take no memory on the host.
+        # Zero pages that were never written take no host memory.
         if self._cache is None:
             return 0
         states = self.states.reached * self.decoder.state_bytes() if self.states else 0
@@ -83,7 +83,7 @@ class CpuBackend(PagedBackend):
         super().copy(copies)
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
-        self._window = None  # the blocks of its rows may be given to others
+        self._window = None  # its rows' blocks may now belong to other sequences
         step = self.arrange(spans, copies)
         plain = packed_layout(step.shapes, step.slots, "cpu")
         layout = PagedLayout(
@@ -100,7 +100,7 @@ class CpuBackend(PagedBackend):
 
     @contextmanager
     def _recorded(self, slots_of: Callable[[], Tensor], counts: Tensor | None = None) -> Iterator[None]:
-        """The pass inside computes the tokens of these slots; only those that `counts` names are kept."""
+        """Record the experts of the enclosed pass for these slots; of those only where `counts` is true, if given."""
         if self._routing is None:
             yield
             return
@@ -112,12 +112,12 @@ class CpuBackend(PagedBackend):
 
     @property
     def steady(self) -> bool:
-        """Whether a row's bits are to be those that it has in any batch, and in a learner."""
+        """Whether a row must have the same bits in any batch and in a learner."""
         return self.exact and self.decoder.kind == "causal" and self.decoder.dtype == torch.float32
 
     def _steadied(self, rows: int) -> AbstractContextManager[None]:
-        """For passes of so many rows by the module itself: the learner's own parts, and few rows padded where the
-        library has another kernel for them. A lean trunk does so by itself."""
+        """A context for passes of `rows` rows by the module itself: with the learner's operations, and few rows padded
+        if the library uses another kernel for them. A lean trunk does this itself."""
         if not self.steady or self.decoder.lean is not None:
             return nullcontext()
         if self._fusion is None:
@@ -129,8 +129,8 @@ class CpuBackend(PagedBackend):
         if window is None or not window.goes_on(batch, steps):
             window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size, self.steady)
             if self.states is not None:
-                at = batch.positions.tolist()  # which are the tokens before each row's last
-                window.walk = Walk(self.states, self.bank, batch.tables.tolist(), at)
+                at = batch.positions.tolist()  # number of tokens before each row's last
+                window.states = WindowStates(self.states, self.bank, batch.tables.tolist(), at)
         sampler = batch.sampler
         at_once = max(1, NOISE // (len(batch.lengths) * self.decoder.vocab_size * 4))
         noted = []
@@ -146,9 +146,9 @@ class CpuBackend(PagedBackend):
                 drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
                 noted.append((drawn, batch.alive))
                 batch.advance(drawn.tokens)
-                if window.walk is not None:
-                    window.walk.advance(noted[-1][1], batch.alive)
+                if window.states is not None:
+                    window.states.advance(noted[-1][1], batch.alive)
                 if not bool(batch.alive.any() if (step + 1) % self.look_every else batch.alive.all()):
-                    break  # also at a look's place once a row has ended: the others go on without it
+                    break  # every look_every steps also if only some rows have ended: the others continue without them
         window.store()
         yield Decoded.of(noted)

@@ -1,9 +1,9 @@
 """Decode attention on the CPU.
 
-The KV that a batch had before is laid out contiguously once, by groups of like length, each key in the column of its
-position, and so is what the steps add. So a step pays one attention call per group and no gathering, the layout lasts
-for as long as the same rows decode, and a row's sums have the order that they have in a prompt. New keys reach the
-blocks at the end of every call. The window is workspace of a fixed size: layers that do not fit in it gather their
+The batch's KV is copied once into contiguous tensors, by groups of similar length, each key in the column of its
+position; the steps append to them. So a step costs one attention call per group and no gathering, the copy is reused
+for as long as the same rows decode, and a row's sums have the same order as in a prompt. New keys are written to the
+blocks at the end of every call. The window is a workspace of fixed size: layers that do not fit in it gather their
 blocks at every step instead.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plaudit.core.device.backend import DecodeBatch
-from plaudit.core.device.mixing import Walk
+from plaudit.core.device.mixing import WindowStates
 from plaudit.core.device.paged import KVCache
 from plaudit.core.model.attention import (
     LEAST_KEYS,
@@ -31,19 +31,19 @@ from plaudit.core.model.attention import (
 from plaudit.core.model.mixers import Mixer
 
 WORKSPACE = 64 * 2**20  # bytes
-ROOM = 64  # columns for steps: so many are taken before the KV is laid out again
+STEPS = 64  # columns for new tokens: after this many steps the KV is laid out again
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of the decode batch with like lengths."""
+    """Rows of the decode batch with similar lengths."""
 
     rows: Tensor | None  # (B,) which rows; None: all, in order
-    blocks: int  # of the longest row's past
-    columns: int  # those of the past, and for steps
+    blocks: int  # of the longest row before the first step
+    columns: int  # of these blocks and of the steps
     longest: int  # position of the longest row's first step
     start: Tensor  # (B,) position of the first step
-    ragged: bool  # whether they differ
+    ragged: bool  # whether the starts differ
 
     @property
     def count(self) -> int:
@@ -51,51 +51,51 @@ class _Group:
 
 
 class DecodeWindow(Layout):
-    """One query per sequence and step."""
+    """The layout of decode steps: one query per sequence and step."""
 
     def __init__(self, cache: KVCache, batch: DecodeBatch, steps: int, block_size: int, exact: bool) -> None:
         super().__init__((), torch.empty(0), exact=exact)
         self.cache = cache
         self.block_size = block_size
-        self.room = max(ROOM, steps)
+        self.capacity = max(STEPS, steps)
         self.batch = batch
-        self.walk: Walk | None = None  # of a model with recurrent layers
+        self.states: WindowStates | None = None  # of a model with recurrent layers
         self._sampler = batch.sampler
         self._lengths = batch.lengths
-        self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
+        self._groups, self._back = _grouped(batch.lengths, block_size, self.capacity)
         columns = sum(g.count * g.columns for g in self._groups)
         self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
-        # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim): so the products
-        # of one query want them. Where values are part of the keys, both are views of one tensor.
+        # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim), the fastest
+        # layout for the products of one query. Where values are part of the keys, both are views of one tensor.
         self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
         self._stored = 0  # steps whose KV is in the blocks
         self._step = -1
-        self._noted: list[tuple[Tensor, Tensor]] = []  # positions and alive rows of the steps that are not stored
+        self._noted: list[tuple[Tensor, Tensor]] = []  # positions and alive rows of the steps not stored yet
 
     def goes_on(self, batch: DecodeBatch, steps: int) -> bool:
-        """Whether the batch stands where the window does; then it takes the batch for its next steps. A sampler belongs
-        to one list of sequences. Whoever writes to the blocks of a batch in any other way must drop its window."""
+        """Whether the batch continues where the window ends; if so, the window uses it for its next steps. A sampler
+        belongs to one list of sequences. Any other writer to the blocks of the batch must drop the window."""
         same = batch.sampler is self._sampler and batch.lengths == [n + self._stored for n in self._lengths]
-        if not same or self._stored + steps > self.room:
+        if not same or self._stored + steps > self.capacity:
             return False
         self.batch = batch
-        if self.walk is not None:
-            self.walk.tables = batch.tables.tolist()
+        if self.states is not None:
+            self.states.tables = batch.tables.tolist()
         return True
 
     def next(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._step += 1
         self._noted.append((self.batch.positions, self.batch.alive))
         self._masks.clear()
 
     def slots(self) -> Tensor:
-        """(B,) where the tokens of this step go."""
+        """The slots of this step's tokens, (B,)."""
         return _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        assert self.walk is not None
-        return self.walk.mix(mixer, hidden)
+        assert self.states is not None
+        return self.states.mix(mixer, hidden)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if layer not in self._laid:
@@ -121,9 +121,9 @@ class DecodeWindow(Layout):
         return out if self._back is None else out.index_select(0, self._back)
 
     def store(self) -> None:
-        """Bring what the steps since the last call computed into the blocks, and the states to where they stand."""
-        if self.walk is not None:
-            self.walk.store(range(len(self._lengths)))
+        """Write the KV of the steps since the last call to the blocks, and the states to their slots."""
+        if self.states is not None:
+            self.states.store(range(len(self._lengths)))
         positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
         slots = _slots(self.batch.tables, positions, self.block_size)
         stored = self._step + 1
@@ -162,8 +162,8 @@ class DecodeWindow(Layout):
         return laid
 
     def _put(self, group: _Group, k: Tensor, v: Tensor, key: Tensor, value: Tensor | None) -> None:
-        """Each row's new key and value (B, heads, dim), unless that is part of the key, in the column of its position;
-        of a row that has ended behind that, so that what it had stays."""
+        """Write each row's new key and value (B, heads, dim; no value if it is part of the key) to the column of its
+        position; for rows that have ended to a later column, so that their KV stays unchanged."""
         if not group.ragged:
             column = group.longest + self._step
             k[..., column] = key
@@ -184,14 +184,14 @@ class DecodeWindow(Layout):
         return attend(query[:, None], keys, values, mask, rule)[:, 0]
 
     def _gather(self, cache: Tensor, group: _Group, blocks: int) -> Tensor:
-        """(B, tokens, heads, dim). Whole blocks, which is several times faster than token by token."""
+        """A group's KV, (B, tokens, heads, dim), in whole blocks, which is several times faster than single tokens."""
         heads, dim = cache.shape[1:]
         tables = _pick(self.batch.tables, group.rows)[:, :blocks].flatten()
         whole = cache.view(len(cache) // self.block_size, self.block_size * heads * dim).index_select(0, tables)
         return whole.view(group.count, blocks * self.block_size, heads, dim)
 
     def _mask(self, index: int, window: int | None, end: int, dtype: torch.dtype) -> Tensor | None:
-        """(B, 1, 1, end) of this step."""
+        """The mask of this step, (B, 1, 1, end)."""
         group = self._groups[index]
         if window is not None and window >= end:
             window = None
@@ -204,14 +204,14 @@ class DecodeWindow(Layout):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, exact: bool) -> Tensor:
-    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D). Exact: with the bits of `explicit`."""
+    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D). exact: bit-equal to `explicit`."""
     batch, heads, dim = q.shape
     kv_heads, length = v.shape[1:3]
     if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
         mask = q.new_zeros(1, 1, 1, length) if mask is None else mask
         attend = explicit if exact else attend_group
         return attend(q[:, None], k.permute(0, 3, 1, 2), v.transpose(1, 2), mask, rule)[:, 0]
-    # For one query two plain products take half as long as the fused kernel, which is made for many.
+    # For one query two plain products take half as long as the fused kernel, which is optimized for many.
     scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * kv_heads, -1, dim)
     scores = torch.bmm(two_rows(scaled) if exact else scaled, k.flatten(0, 1))
     if mask is not None:
@@ -230,8 +230,9 @@ def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     return tables.T.gather(0, positions // block_size) * block_size + positions % block_size
 
 
-def _grouped(lengths: Sequence[int], block_size: int, room: int) -> tuple[Sequence[_Group], Tensor | None]:
-    """Groups in which no row reads more than about half again what it needs, and how to undo the regrouping."""
+def _grouped(lengths: Sequence[int], block_size: int, capacity: int) -> tuple[Sequence[_Group], Tensor | None]:
+    """Groups of rows in which no row reads more than about 1.5 times the blocks it needs, and the index that restores
+    the batch order."""
     needs = [max(1, -(-(length - 1) // block_size)) for length in lengths]
     members: list[list[int]] = []
     for i in sorted(range(len(needs)), key=lambda i: (needs[i], i)):
@@ -245,7 +246,7 @@ def _grouped(lengths: Sequence[int], block_size: int, room: int) -> tuple[Sequen
         blocks = max(needs[i] for i in rows)
         start = torch.tensor([lengths[i] - 1 for i in rows])
         low, high = min(lengths[i] for i in rows), max(lengths[i] for i in rows)
-        columns = max(LEAST_KEYS, blocks * block_size + room)
+        columns = max(LEAST_KEYS, blocks * block_size + capacity)
         chosen = torch.tensor(rows) if len(members) > 1 else None
         groups.append(_Group(chosen, blocks, columns, high - 1, start, ragged=low != high))
     if len(groups) == 1:

@@ -1,8 +1,8 @@
 """The CUDA back end: flash attention for prompts, a paged kernel for decoding, whole decode steps as CUDA graphs.
 
-In a decode window the host does nothing but replay: the model, sampling, stop tests and length counts run on the device
-for all steps of the window. Results come back stretch by stretch, and what the host does with one hides behind the
-next. Graphs hold addresses, so they are captured again whenever the cache or the weights have moved.
+In a decode window the host only replays graphs: the model, sampling, stop tests and length counts run on the device for
+all steps of the window. Results are copied back in chunks, and the host processes one while the device computes the
+next. Graphs contain addresses, so they are captured again whenever the cache or the weights have moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plaudit.core import kernels
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
-from plaudit.core.device.mixing import Mixing, Stand
+from plaudit.core.device.mixing import GraphStates, Mixing
 from plaudit.core.device.paged import KVCache, PagedBackend, PagedLayout, Step
 from plaudit.core.model import differentiable
 from plaudit.core.model.attention import Layout, Rule
@@ -31,17 +31,17 @@ from plaudit.core.sampling.sampler import Drawn, Sampler
 from plaudit.core.states import StateBank
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
-WINDOW = 256  # most steps between two looks of the host
-STRETCH = 16  # steps that are queued at once, and whose results come back together
-AHEAD = 2  # stretches that are queued before the host reads the first of them
-ENOUGH = 0.75  # a window ends early once fewer of its rows live: without the others the rest goes faster
-MOST_ANGLES = 1 << 17  # positions whose cos and sin are kept: 64 MB for heads of 128
-PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
+STOPS = 8  # maximum of stop tokens per row on the device; batches with more are decoded step by step
+WINDOW = 256  # maximum number of steps without returning to the host
+QUEUED_STEPS = 16  # steps in a chunk: they are launched together and their results copied back together
+QUEUE_DEPTH = 2  # chunks that are queued before the host reads the first of them
+MIN_ALIVE = 0.75  # a window ends early once a smaller share of its rows is alive: fewer rows are faster
+MOST_ANGLES = 1 << 17  # positions whose cos and sin are cached: 64 MB for heads of 128
+PROGRAMS = 264  # two per multiprocessor; with fewer, attention over long rows is split
 
 
 class StoredLayout(VarlenLayout):
-    """New keys and values go into the cache first; attention reads them from there."""
+    """A layout that stores new keys and values in the cache first; attention reads them from there."""
 
     def __init__(self, step: Step, cache: KVCache, device: torch.device, mixing: Mixing | None = None) -> None:
         def grouped() -> Layout:
@@ -50,7 +50,7 @@ class StoredLayout(VarlenLayout):
 
         self.cache, self.mixing = cache, mixing
         self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=step.new, copies=step.copies)
-        # Where nothing was cached before, the new keys are all there is, and they lie end to end.
+        # If nothing was cached before, the new keys are all keys, and they are contiguous.
         alone = step.copies is None and not any(before for _, _, before in step.shapes)
         super().__init__(step.shapes, step.slots, device, grouped, end_to_end=alone)
 
@@ -71,7 +71,7 @@ class StoredLayout(VarlenLayout):
 
 
 class DecodeLayout(Layout):
-    """One query per row, over the pages of its table."""
+    """The layout of decode steps: one query per row, over the blocks of its table."""
 
     def __init__(
         self, cache: KVCache, size: int, tables: Tensor, positions: Tensor, splits: int,
@@ -118,7 +118,7 @@ class DecodeLayout(Layout):
 
 class DecodeGraph:
     """A decode step for up to `rows` rows, captured as two graphs: the model, and the draw that advances the rows. A
-    model that asks the host in a step is not captured and runs launch by launch."""
+    model that synchronizes with the host during a step is not captured and runs eagerly."""
 
     def __init__(self, backend: CudaBackend, rows: int, blocks: int) -> None:
         device = backend.decoder.device
@@ -150,7 +150,7 @@ class DecodeGraph:
     def _capture(self) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels compile and libraries choose before anything is recorded
+        with torch.cuda.stream(stream):  # warm-up: kernels compile and libraries select algorithms before the capture
             self.logits = self._model()
             synchronizes = self._synchronizes()
             self._draw()
@@ -163,9 +163,9 @@ class DecodeGraph:
         self.draw = self._recorded(self._draw)
 
     def _synchronizes(self) -> str | None:
-        """What in a step of the model waits for the device, which a graph cannot."""
+        """The error message if a step of the model synchronizes with the device, which a graph cannot; else None."""
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore"):  # it calls itself a prototype
+        with warnings.catch_warnings(action="ignore"):  # the prototype warning
             torch.cuda.set_sync_debug_mode("error")
         try:
             self.logits = self._model()
@@ -224,7 +224,7 @@ class DecodeGraph:
             self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
 
     def _load_truncation(self, sampler: Sampler) -> Callable[[], object]:
-        """The draw for these rows. Few runs truncate, so its graph is made when the first one does."""
+        """The draw for these rows. Few runs truncate, so its graph is captured on first use."""
         if not len(sampler.filtered):
             return self.draw
         if self.truncation is None:
@@ -236,39 +236,39 @@ class DecodeGraph:
         return self.draw_truncated
 
     def run(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
-        """All steps on the device, or fewer once few rows live. Who lives is read a stretch late, so the device has one
-        to do while the host reads."""
+        """Run all steps on the device, or fewer once few rows are alive; that is read one chunk late, so that the
+        device is busy while the host reads."""
         draw = self._load_truncation(batch.sampler)
         self.load(batch)
         self.step.zero_()
         rows = len(batch.lengths)
         queued: deque[tuple[slice, torch.cuda.Event]] = deque()
-        for start in range(0, steps, STRETCH):
-            if len(queued) == AHEAD:
+        for start in range(0, steps, QUEUED_STEPS):
+            if len(queued) == QUEUE_DEPTH:
                 yield (piece := self._read(*queued.popleft(), rows))
-                if int(piece.alive[-1].sum()) < ENOUGH * rows:
+                if int(piece.alive[-1].sum()) < MIN_ALIVE * rows:
                     break
-            queued.append(self._queue(slice(start, min(start + STRETCH, steps)), draw))
+            queued.append(self._queue(slice(start, min(start + QUEUED_STEPS, steps)), draw))
         while queued:
             yield self._read(*queued.popleft(), rows)
 
-    def _queue(self, stretch: slice, draw: Callable[[], object]) -> tuple[slice, torch.cuda.Event]:
-        for _ in range(stretch.start, stretch.stop):
+    def _queue(self, chunk: slice, draw: Callable[[], object]) -> tuple[slice, torch.cuda.Event]:
+        for _ in range(chunk.start, chunk.stop):
             self.compute()
             draw()
         for theirs, mine in zip(self.outputs, self.results, strict=True):
-            mine[stretch].copy_(theirs[stretch], non_blocking=True)
+            mine[chunk].copy_(theirs[chunk], non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return stretch, event
+        return chunk, event
 
-    def _read(self, stretch: slice, event: torch.cuda.Event, rows: int) -> Decoded:
+    def _read(self, chunk: slice, event: torch.cuda.Event, rows: int) -> Decoded:
         event.synchronize()
-        tokens, logprobs, raws, alive, tempered = (each[stretch, :rows] for each in self.results)
+        tokens, logprobs, raws, alive, tempered = (each[chunk, :rows] for each in self.results)
         return Decoded(tokens, logprobs, raws, alive, tempered)
 
-    def run_slowly(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
-        """Options that the kernel does not know: the model on the device, the sampler in torch, a step at a time."""
+    def run_stepwise(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        """For options that the kernel does not support: the model as a graph, the sampler in torch, step by step."""
         self.load(batch)
         rows = len(batch.lengths)
         noted: list[tuple[Drawn, Tensor]] = []
@@ -284,7 +284,7 @@ class DecodeGraph:
 
 class CudaBackend(PagedBackend):
     block_size = 64
-    spare = 1  # rows that only pad a graph's batch write to a block of their own
+    spare = 1  # a scratch block for the rows that only pad a graph's batch
     budget = 32768
     max_running = 1024
     look_every = 32
@@ -296,8 +296,8 @@ class CudaBackend(PagedBackend):
         self.fusion = Fusion(decoder.trunk, differentiable)
         self.scratch = 0
         self._graphs: dict[int, DecodeGraph] = {}
-        self._forget_graphs()
-        self._captured: tuple[Hashable, ...] = ()  # the adapters and addresses that are in the graphs
+        self._drop_graphs()
+        self._captured: tuple[Hashable, ...] = ()  # the adapters and weight addresses in the captured graphs
         self._eager = False
 
     def open(self, blocks: int) -> None:
@@ -310,20 +310,20 @@ class CudaBackend(PagedBackend):
             self.angles = None if lean is None or reach > MOST_ANGLES else lean.angles(reach)
 
     def close(self) -> None:
-        self._forget_graphs()
+        self._drop_graphs()
         super().close()
 
     def fused(self) -> AbstractContextManager[None]:
-        """What a pass runs in. A lean trunk without other parts than its products needs nothing replaced, and no look
-        at every call of torch's."""
+        """The context of a forward pass. A lean trunk with only its own products needs no replaced operations, nor the
+        interception of torch calls."""
         lean = self.decoder.lean
         if lean is None or not lean.plain:
             return self.fusion.applied(self.exact)
         lean.operations.steady = self.exact
         return nullcontext()
 
-    def _forget_graphs(self) -> None:
-        """And their pool: once emptied, the allocator does not know it any more."""
+    def _drop_graphs(self) -> None:
+        """Drop the graphs and their memory pool: the allocator no longer knows an emptied pool."""
         self._graphs.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -349,15 +349,15 @@ class CudaBackend(PagedBackend):
         if batch.sampler.by_kernel and batch.stops.shape[1] <= STOPS:
             pieces = graph.run(batch, min(steps, WINDOW))
         else:
-            pieces = graph.run_slowly(batch, min(steps, self.look_every))
+            pieces = graph.run_stepwise(batch, min(steps, self.look_every))
         return pieces if self.states is None else self._with_states(batch, pieces)
 
     def _with_states(self, batch: DecodeBatch, pieces: Iterator[Decoded]) -> Iterator[Decoded]:
-        """States are stored before the host hears of a token: it may give their blocks away."""
+        """Store the states before the host reads any token, after which it may reuse their blocks."""
         assert self.states is not None
-        stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        states = GraphStates(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
         done = list(pieces)
-        stand.store(sum(len(piece.tokens) for piece in done), done[-1].alive[-1].tolist())
+        states.store(sum(len(piece.tokens) for piece in done), done[-1].alive[-1].tolist())
         yield from done
 
     def state_rows(self, running: int) -> int:
@@ -366,7 +366,7 @@ class CudaBackend(PagedBackend):
     def _graph(self, rows: int) -> DecodeGraph:
         captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))
         if captured != self._captured:
-            self._forget_graphs()
+            self._drop_graphs()
             self._captured = captured
         bucket = _bucket(rows)
         if bucket not in self._graphs:

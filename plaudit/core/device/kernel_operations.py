@@ -1,4 +1,5 @@
-"""What a lean trunk computes between its products, in a launch each. The learner's fused parts are the same kernels."""
+"""A lean trunk's operations between its products, one kernel launch each; the learner's fused operations use the same
+kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from plaudit.core.model.operations import Operations, Rotation
 
 
 class KernelRotation(Rotation):
-    """cos and sin are (T, D), as they come."""
+    """cos and sin are (T, D)."""
 
     def one(self, x: Tensor) -> Tensor:
         return kernels.rotate(x, self.cos, self.sin)
@@ -29,10 +30,10 @@ class KernelRotation(Rotation):
 
 class KernelOperations(Operations):
     mixtures = True
-    steady = False  # whether products are those of any number of rows (algo/tokens/products.py)
+    steady = False  # whether products have the same bits for any number of rows (algo/tokens/products.py)
 
     def compute(self, trunk: nn.Module, parts: Sequence[nn.Module]) -> bool:
-        # The rows of a whole trunk in half precision are too coarse to tell one norm or gate from another.
+        # The outputs of a whole trunk in half precision are too coarse to distinguish one norm or gate from another.
         return Fusion(trunk, differentiable).covers(parts)
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
@@ -55,7 +56,7 @@ class KernelOperations(Operations):
         return kernels.silu_mul(gate, up)
 
     def products(self, x: Tensor, parts: Sequence[nn.Module]) -> list[Tensor]:
-        """Few rows in one launch, if that gives them the bits of many."""
+        """Few rows in one launch, if they then have the same bits as many rows."""
         plain = _of_few_rows(x, parts)
         if plain is not None and few_rows_agree(*plain):
             return few_rows_products(x, *plain)

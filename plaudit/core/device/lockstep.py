@@ -1,13 +1,12 @@
-"""Ranks that run one model together: rank 0 has the engine, and tells the others what it is about to compute.
+"""Ranks that run one model together: rank 0 has the engine and sends every step to the others.
 
     rank 0    scheduler, prefix tree, sampler   ->  Leader: one message, then the forward pass over its own heads
-    others    follow()                          <-  hear the message, run the same forward pass over theirs
+    others    follow()                          <-  receive the message, run the same forward pass over theirs
 
-What a step is made of (token ids, places, blocks) is checked and packed before anything is sent, and travels as one
-flat array of numbers: there is nothing in a request that could make one rank do something else than another. Hidden
-rows are whole on every rank of the last stage and come back to rank 0, so only rank 0 reads and samples. Every exchange
-has the deadline of its process group; a group that has lost a rank computes nothing more. Between steps rank 0 sends a
-heartbeat that all must answer.
+A step (token ids, positions, blocks) is validated and packed before anything is sent, as one flat array of numbers, so
+no request can make ranks diverge. Hidden rows are complete on every rank of the last stage and are sent to rank 0, so
+only rank 0 reads and samples. Every exchange has the timeout of its process group; a group that has lost a rank stops
+computing. Between steps rank 0 sends a heartbeat that all ranks must answer.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ from torch import Tensor
 
 from plaudit.core.device.backend import Backend, Copy, DecodeBatch, Decoded, Span
 from plaudit.core.model.packing import Packed, packed_layout, send
-from plaudit.core.model.stages import receive
+from plaudit.core.model.stages import receive as receive_rows
 from plaudit.core.model.stages import send as send_rows
 from plaudit.errors import RankLost, RequestError, one_line
 
 OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END, WEIGHTS, COPY = range(8)
 HEARTBEAT_SECONDS = 1.0
-REPLY_BYTES = 1024  # of what a rank says of the weights that it took
-LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
+REPLY_BYTES = 1024  # maximum size of a rank's reply to a weights message
+MIN_CAPACITY = 2048  # numbers in the first exchange of a message; a longer message needs a second exchange
 
 
 @dataclass
 class RankGroups:
-    """messages   a gloo group for what is computed
-    tensors    the group in which products add up, that of a stage: gloo for a CPU, NCCL for GPUs
-    stages     of all ranks, in which rows go from stage to stage; none if there is one stage
+    """messages   a gloo group for the steps' messages
+    tensors    the group of a stage, which all-reduces products: gloo for a CPU, NCCL for GPUs
+    stages     the group of all ranks, which sends rows from stage to stage; None if there is one stage
     last       the rank that has the final rows
-    on_loss    called by the heartbeat with what happened, when a rank is gone
-    beats      whether there is a heartbeat; not where the others do something else between two uses of the engine
+    on_loss    called by the heartbeat with the reason when a rank is lost
+    capacity   numbers in the first exchange of a message
+    beats      whether rank 0 sends heartbeats; off if the other ranks do other work between two uses of the engine
     """
 
     rank: int
@@ -53,41 +53,41 @@ class RankGroups:
     on_loss: Callable[[str], None] | None = None
     stages: dist.ProcessGroup | None = None
     last: int = 0
-    room: int = LEAST
+    capacity: int = MIN_CAPACITY
     beats: bool = True
 
-    def tell(self, kind: int, *parts: np.ndarray) -> None:
+    def send(self, kind: int, *parts: np.ndarray) -> None:
         opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
         count = opening[0] = len(opening) + sum(map(len, parts))
-        flat = np.zeros(max(count, self.room), dtype=np.int32)
+        flat = np.zeros(max(count, self.capacity), dtype=np.int32)
         np.concatenate([opening, *parts], out=flat[:count], casting="unsafe")
-        dist.broadcast(torch.from_numpy(flat[: self.room]), group=self.messages, group_src=0)
-        if count > self.room:
-            dist.broadcast(torch.from_numpy(flat[self.room :]), group=self.messages, group_src=0)
-        self._make_room(count)
+        dist.broadcast(torch.from_numpy(flat[: self.capacity]), group=self.messages, group_src=0)
+        if count > self.capacity:
+            dist.broadcast(torch.from_numpy(flat[self.capacity :]), group=self.messages, group_src=0)
+        self._resize(count)
 
-    def hear(self) -> tuple[int, list[np.ndarray]]:
-        flat = np.zeros(self.room, dtype=np.int32)
+    def receive(self) -> tuple[int, list[np.ndarray]]:
+        flat = np.zeros(self.capacity, dtype=np.int32)
         dist.broadcast(torch.from_numpy(flat), group=self.messages, group_src=0)
         count = int(flat[0])
-        if count > self.room:
-            rest = np.zeros(count - self.room, dtype=np.int32)
+        if count > self.capacity:
+            rest = np.zeros(count - self.capacity, dtype=np.int32)
             dist.broadcast(torch.from_numpy(rest), group=self.messages, group_src=0)
             flat = np.concatenate([flat, rest])
-        self._make_room(count)
+        self._resize(count)
         first = 3 + int(flat[2])
         ends = first + np.cumsum(flat[3:first])
         return int(flat[1]), np.split(flat[first:count], ends[:-1] - first) if len(ends) else []
 
-    def _make_room(self, count: int) -> None:
-        """The next message is likely as long as this one, and both sides know how long this one was."""
-        self.room = max(LEAST, 1 << (count - 1).bit_length())
+    def _resize(self, count: int) -> None:
+        """Adapt the capacity to the last message, whose length both sides know: the next one is probably as long."""
+        self.capacity = max(MIN_CAPACITY, 1 << (count - 1).bit_length())
 
     def returned(self, rows: Tensor) -> Tensor:
-        """The last stage's rows on rank 0. Every rank has as many of its own."""
+        """On rank 0, the rows of the last stage; every rank passes as many rows of its own."""
         if self.stages is not None and len(rows):
             if self.rank == 0:
-                return receive(rows, self.last, self.stages)
+                return receive_rows(rows, self.last, self.stages)
             if self.rank == self.last:
                 send_rows(rows, 0, self.stages)
         return rows
@@ -96,7 +96,7 @@ class RankGroups:
         dist.barrier(self.messages)
 
     def gathered(self, reply: bytes) -> list[bytes]:
-        """What every rank has to say, on every rank."""
+        """The replies of all ranks, on every rank."""
         own = torch.zeros(4 + REPLY_BYTES, dtype=torch.uint8)
         own[: 4 + len(reply)] = torch.frombuffer(bytearray(len(reply).to_bytes(4, "little") + reply), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
@@ -106,8 +106,8 @@ class RankGroups:
 
 
 class Leader(Backend):
-    """Rank 0's back end. Decoding is a forward pass a token, for the host of rank 0 samples; so a look at every step
-    costs nothing more."""
+    """Rank 0's back end. Decoding is one forward pass per token, because rank 0 samples on the host; returning to the
+    host after every step costs nothing extra."""
 
     def __init__(self, inner: Backend, channel: RankGroups) -> None:
         super().__init__(inner.decoder)
@@ -137,64 +137,66 @@ class Leader(Backend):
         return self.inner.experts_at(blocks, tokens)
 
     def open(self, blocks: int) -> None:
-        with self._together(OPEN, np.array([blocks])):
+        with self._collectively(OPEN, np.array([blocks])):
             self.inner.open(blocks)
 
     def close(self) -> None:
-        with self._together(CLOSE):
+        with self._collectively(CLOSE):
             self.inner.close()
 
     def kv_bytes(self, reached: int) -> int:
-        """Of rank 0's own heads."""
+        """The KV memory of rank 0's own heads."""
         return self.inner.kv_bytes(reached)
 
     def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         raise RequestError(
-            "every rank has the KV of its own heads and layers alone: a model over several ranks hands over none"
+            "every rank has only the KV of its own heads and layers: a model over several ranks cannot export KV; use "
+            "one rank"
         )
 
     def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         raise RequestError(
-            "every rank has the KV of its own heads and layers alone: a model over several ranks takes none"
+            "every rank has only the KV of its own heads and layers: a model over several ranks cannot import KV; use "
+            "one rank"
         )
 
     def end(self) -> None:
-        """Let the others go for good."""
+        """End follow() on the other ranks for good."""
         self._over.set()
         self.dismiss()
 
     def dismiss(self) -> None:
-        """Let the others go, until they follow again."""
-        with self._together(END):
+        """End follow() on the other ranks; they may call it again."""
+        with self._collectively(END):
             pass
 
     def take_weights(self, message: bytes, take: Callable[[], bytes]) -> list[bytes]:
-        """Every rank takes in what a message brings, this one by `take`; what each has to say of it, in
-        `REPLY_BYTES` at most."""
+        """Every rank applies a weights message, this one by `take`; returns the ranks' replies, of at most
+        `REPLY_BYTES` each."""
         padded = np.frombuffer(message + bytes(-len(message) % 4), dtype=np.int32)
-        with self._together(WEIGHTS, np.array([len(message)]), padded):
+        with self._collectively(WEIGHTS, np.array([len(message)]), padded):
             return self.channel.gathered(take())
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         tokens = packed.input_ids[0].cpu().numpy()
         shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
-        with self._together(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
+        with self._collectively(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
             return self.channel.returned(self.inner.rows(packed, wanted))
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         parts = packed_spans(spans, copies)
-        with self._together(FORWARD, *parts):
+        with self._collectively(FORWARD, *parts):
             return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        with self._together(COPY, *packed_spans((), copies)):
+        with self._collectively(COPY, *packed_spans((), copies)):
             self.inner.copy(copies)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         tables, noted = batch.tables.tolist(), []
         for _ in range(steps):
-            at = zip(batch.tokens.tolist(), batch.positions.tolist(), tables, strict=True)
-            spans = [Span([token], place, table[: place // self.block_size + 1], [0]) for token, place, table in at]
+            rows = zip(batch.tokens.tolist(), batch.positions.tolist(), tables, strict=True)
+            spans = [Span([token], at, table[: at // self.block_size + 1], [0]) for token, at, table in rows]
             logits = self.decoder.logits(self.forward(spans, ()))
             drawn = batch.sampler.draw(logits, batch.drawn)
             noted.append((drawn, batch.alive))
@@ -204,17 +206,17 @@ class Leader(Backend):
         yield Decoded.of(noted)
 
     @contextmanager
-    def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
-        """The others hear what is done inside. After an error nobody knows how far each of them has come."""
+    def _collectively(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
+        """Send a message, then run this rank's part. After any error the group is lost: the ranks may have diverged."""
         with self._lock:
             if self._lost:
                 raise RankLost(self._lost)
             try:
-                self.channel.tell(kind, *parts)
+                self.channel.send(kind, *parts)
                 yield
             except BaseException as error:
-                self._lost = f"the ranks of this model are no longer together: {one_line(error)}"
-                if not isinstance(error, Exception):  # Ctrl-C, for whoever pressed it
+                self._lost = f"the ranks of this model are no longer in step: {one_line(error)}"
+                if not isinstance(error, Exception):  # Ctrl-C
                     raise
                 raise RankLost(self._lost) from error
             self._last_sent = time.monotonic()
@@ -224,7 +226,7 @@ class Leader(Backend):
             if time.monotonic() - self._last_sent < HEARTBEAT_SECONDS:
                 continue
             try:
-                with self._together(HEARTBEAT):
+                with self._collectively(HEARTBEAT):
                     self.channel.barrier()
             except RankLost as error:
                 if self.channel.on_loss is not None:
@@ -234,10 +236,10 @@ class Leader(Backend):
 
 @torch.inference_mode()
 def follow(backend: Backend, channel: RankGroups, take: Callable[[bytes], bytes] | None = None) -> None:
-    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder of the back end is part
-    of rank 0's; `take` brings it new weights."""
+    """Run on every other rank: compute the steps that rank 0 sends, until it sends END. The back end's decoder is a
+    shard of the model; `take` applies new weights to it."""
     while True:
-        kind, parts = channel.hear()
+        kind, parts = channel.receive()
         if kind == OPEN:
             backend.open(int(parts[0][0]))
         elif kind == CLOSE:
@@ -266,7 +268,7 @@ def packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndarr
 
 
 def unpacked_spans(parts: Sequence[np.ndarray]) -> list[Span]:
-    """As views of the arrays: nobody needs the numbers one by one any more."""
+    """The spans, as views of the arrays."""
     shapes, *flat, _ = parts
     starts, *counts = shapes.reshape(-1, 4).T
     ends = [np.cumsum(count).tolist() for count in counts]

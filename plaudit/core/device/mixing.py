@@ -1,4 +1,4 @@
-"""How states go through a step: which rows belong together, from which slot they go on, where they leave a state."""
+"""Recurrent states in a step: which rows run together, which slot they read, and where they store the new state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from plaudit.core.device.backend import Copy, Span
 from plaudit.core.model.mixers import Carry, Mixer
 from plaudit.core.model.packing import send
-from plaudit.core.states import StateBank, StateBooks
+from plaudit.core.states import StateBank, StateTable
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceGroup:
-    """Pieces of one length that need nothing of each other, as one call of a mixer."""
+    """Independent pieces of one length, for one call of a mixer."""
 
     rows: Tensor  # (B, L)
     sources: Tensor | None  # (B,)
@@ -36,20 +36,20 @@ class PieceGroup:
 
 
 class Mixing:
-    """A step of prompts in pieces."""
+    """The states of a step over prompts, which are computed in pieces."""
 
-    def __init__(self, books: StateBooks, bank: StateBank, spans: Sequence[Span], copies: Sequence[Copy]) -> None:
+    def __init__(self, states: StateTable, bank: StateBank, spans: Sequence[Span], copies: Sequence[Copy]) -> None:
         self.bank = bank
         copied = {(c.target, c.first + c.tokens): c.source for c in copies}
         pieces: list[Piece] = []
         row = 0
         for span in spans:
-            pieces += _pieces(books, span, row, copied)
+            pieces += _pieces(states, span, row, copied)
             row += len(span.tokens)
         self.groups = _grouped(pieces, bank.device)
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """(1, T, width) -> the same."""
+        """(1, T, width) -> (1, T, width)."""
         out = torch.empty_like(hidden[0])
         for group in self.groups:
             carry = Carry() if group.sources is None else self.bank.take(mixer.layer, group.sources)
@@ -60,12 +60,12 @@ class Mixing:
         return out[None]
 
 
-def _pieces(books: StateBooks, span: Span, row: int, copied: dict[tuple[int, int], int]) -> list[Piece]:
+def _pieces(states: StateTable, span: Span, row: int, copied: dict[tuple[int, int], int]) -> list[Piece]:
     start, end = span.start, span.start + len(span.tokens)
-    source = _source(books, span, copied) if start else None
-    stops = [(p, books.find(books.name(span.blocks, p))) for p in books.promised(span.blocks, start, end)]
+    source = _source(states, span, copied) if start else None
+    stops = [(p, states.find(states.name(span.blocks, p))) for p in states.planned(span.blocks, start, end)]
     if not stops or stops[-1][0] != end:
-        stops.append((end, books.stand(books.name(span.blocks, end))))
+        stops.append((end, states.advance(states.name(span.blocks, end))))
     pieces, at = [], start
     for stop, target in stops:
         assert target is not None
@@ -74,22 +74,22 @@ def _pieces(books: StateBooks, span: Span, row: int, copied: dict[tuple[int, int
     return pieces
 
 
-def _source(books: StateBooks, span: Span, copied: dict[tuple[int, int], int]) -> int:
-    """The slot a span goes on from: in its own block, or in the one of which it gets a copy in this step."""
-    name = books.name(span.blocks, span.start)
-    slot = books.find(name)
+def _source(states: StateTable, span: Span, copied: dict[tuple[int, int], int]) -> int:
+    """The slot that a span continues from: of its own block, or of the block that is copied to it in this step."""
+    name = states.name(span.blocks, span.start)
+    slot = states.find(name)
     if slot is not None:
-        books.leave(name)
+        states.vacate(name)
     elif name in copied:
-        slot = books.find((copied[name], name[1]))
+        slot = states.find((copied[name], name[1]))
     if slot is None:
         raise RuntimeError(f"no state after {span.start} tokens in block {name[0]}")
     return slot
 
 
 def _grouped(pieces: Sequence[Piece], device: torch.device) -> list[PieceGroup]:
-    """In an order in which a state is there before it is needed."""
-    levels: dict[int, int] = {}  # of the slots that this step fills
+    """Groups of pieces, in an order in which every state is computed before it is read."""
+    levels: dict[int, int] = {}  # of the slots that this step writes
     members: dict[tuple[int, int, bool], list[Piece]] = defaultdict(list)
     for piece in pieces:
         level = 0 if piece.source is None else levels.get(piece.source, -1) + 1
@@ -104,43 +104,43 @@ def _grouped(pieces: Sequence[Piece], device: torch.device) -> list[PieceGroup]:
     return groups
 
 
-class Stand:
-    """Where the rows of a batch stand that decodes in the bank's own rows, many steps without the host. One that ends
-    on the way leaves no state: its tensors go on with the others, and a prompt that goes on from it is read again from
+class GraphStates:
+    """The states of a batch that decodes in the bank's own rows, many steps without the host. A row that ends in
+    between stores no state, because its tensors advance with the others; a prompt that continues it is recomputed from
     the state before."""
 
-    def __init__(self, books: StateBooks, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
-        self.books, self.bank, self.tables, self.at = books, bank, tables, at
-        bank.load_rows(send(np.array(_slots(books, tables, at)), bank.device))
+    def __init__(self, states: StateTable, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
+        self.states, self.bank, self.tables, self.at = states, bank, tables, at
+        bank.load_rows(send(np.array(_slots(states, tables, at)), bank.device))
 
     def store(self, steps: int, alive: Sequence[bool]) -> None:
-        """These rows lived through so many steps."""
+        """Store the states of the rows that are still alive after `steps` steps."""
         rows, slots = [], []
         for row, (table, at, lived) in enumerate(zip(self.tables, self.at, alive, strict=True)):
             if lived:
                 rows.append(row)
-                slots.append(self.books.stand(self.books.name(table, at + steps), self.books.name(table, at)))
+                slots.append(self.states.advance(self.states.name(table, at + steps), self.states.name(table, at)))
         if rows:
             self.bank.store_rows(*(send(np.array(each), self.bank.device) for each in (rows, slots)))
 
 
-def _slots(books: StateBooks, tables: Sequence[Sequence[int]], at: Sequence[int]) -> list[int]:
-    """Of the states of rows that have seen so many tokens."""
-    slots = [books.find(books.name(table, seen)) for table, seen in zip(tables, at, strict=True)]
+def _slots(states: StateTable, tables: Sequence[Sequence[int]], at: Sequence[int]) -> list[int]:
+    """The slots of the rows' states after `at` tokens."""
+    slots = [states.find(states.name(table, seen)) for table, seen in zip(tables, at, strict=True)]
     if None in slots:
-        raise RuntimeError(f"no state after {at[slots.index(None)]} tokens of a row that decodes")
+        raise RuntimeError(f"no state after {at[slots.index(None)]} tokens of a decoding row")
     return slots  # type: ignore[return-value]
 
 
-class Walk:
-    """The states of a decode batch, side by side in one tensor a layer, for as long as its rows go on together."""
+class WindowStates:
+    """The states of a decode batch, in one tensor per layer and state, for as long as its rows decode together."""
 
-    def __init__(self, books: StateBooks, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
-        self.books, self.bank = books, bank
+    def __init__(self, states: StateTable, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
+        self.states, self.bank = states, bank
         self.tables = tables
-        self.at = list(at)  # tokens that each row's state has seen
-        self._stored = list(at)  # and the one in its slot
-        self._slots = torch.tensor(_slots(books, tables, at))
+        self.at = list(at)  # tokens that each row's state has consumed
+        self._stored = list(at)  # the same for the state in its slot
+        self._slots = torch.tensor(_slots(states, tables, at))
         self._carries: dict[int, Carry] = {}
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
@@ -150,27 +150,27 @@ class Walk:
         return mixer(hidden[0][:, None], carry).transpose(0, 1)
 
     def advance(self, before: Tensor, after: Tensor) -> None:
-        """A step is over. `before` and `after` it these rows were alive: one that has ended is stored where it ended,
-        for its tensors go on with the others."""
+        """End a step. before, after: the rows alive before and after it. A row that has ended is stored now, because
+        its tensors advance with the others."""
         ended, kept = [], []
         for row, (was, is_) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
             self.at[row] += was
             if was and not is_:
                 ended.append(row)
-            elif was and self.at[row] % self.books.every == 0:
+            elif was and self.at[row] % self.states.every == 0:
                 kept.append(row)
         self.store(ended)
-        names = {row: self.books.name(self.tables[row], self.at[row]) for row in kept}
-        self._put({row: slot for row, name in names.items() if (slot := self.books.keep(name)) is not None})
+        names = {row: self.states.name(self.tables[row], self.at[row]) for row in kept}
+        self._put({row: slot for row, name in names.items() if (slot := self.states.keep(name)) is not None})
 
     def store(self, rows: Sequence[int]) -> None:
-        """Bring the states of these rows to where they stand."""
+        """Store the current states of these rows."""
         slots = {}
         for row in rows:
             table, stored = self.tables[row], self._stored[row]
             if stored != self.at[row]:
-                name = self.books.name(table, self.at[row])
-                slots[row] = self.books.stand(name, self.books.name(table, stored))
+                name = self.states.name(table, self.at[row])
+                slots[row] = self.states.advance(name, self.states.name(table, stored))
                 self._stored[row] = self.at[row]
         self._put(slots)
 

@@ -1,4 +1,4 @@
-"""KV in blocks, the same on every device: where it is kept, and where the tokens of a step go."""
+"""The paged KV cache of every device: its tensors, and the slots of a step's tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.last_layer import WantedRows
 from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.packing import send
-from plaudit.core.states import StateBank, StateBooks
+from plaudit.core.states import StateBank, StateTable
 
 
 @dataclass
 class KVCache:
-    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1. Values
-    that are part of the keys have no width (Rule.latent)."""
+    """Keys and values per layer, (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1. Values that
+    are part of the keys have width 0 (Rule.latent)."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -31,10 +31,10 @@ class KVCache:
 
 @dataclass
 class PagedLayout(Layout):
-    """New keys and values are stored first; the groups' keys are slots of the cache."""
+    """A layout that stores new keys and values first; the groups' keys are slots of the cache."""
 
     cache: KVCache | None = None
-    slots: Tensor | None = None  # (T,) where each new token goes
+    slots: Tensor | None = None  # (T,) the slot of each new token
     copies: tuple[Tensor, Tensor] | None = None  # source and target slots
     mixing: Mixing | None = None  # of a model with recurrent layers
 
@@ -75,7 +75,7 @@ class PagedBackend(Backend):
         self.wanted = WantedRows(decoder)
         self._cache: KVCache | None = None
         self._bank: StateBank | None = None
-        self.states = StateBooks(self.block_size) if decoder.states else None
+        self.states = StateTable(self.block_size) if decoder.states else None
 
     @property
     def cache(self) -> KVCache:
@@ -87,7 +87,7 @@ class PagedBackend(Backend):
         slots, device, dtype = (blocks + self.spare) * self.block_size, self.decoder.device, self.decoder.dtype
 
         def made(heads: int, dim: int) -> Tensor:
-            # Zeros and not whatever was there: a masked key still meets a weight of 0, and 0 * nan is nan.
+            # Zeros, not uninitialized memory: a masked key still gets a weight of 0, and 0 * nan is nan.
             return torch.zeros(slots, heads, dim, dtype=dtype, device=device)
 
         layers = self.decoder.layers
@@ -102,7 +102,7 @@ class PagedBackend(Backend):
     @property
     def bank(self) -> StateBank:
         if self._bank is None:
-            raise RuntimeError("there is no memory for states: the KV cache is closed")
+            raise RuntimeError("the states have no memory: the KV cache is closed")
         return self._bank
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class PagedBackend(Backend):
                 kept.index_copy_(0, target, kept.index_select(0, source))
 
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
-        # For many spans of a token each, as a search has them, an array for each would take longest of all.
+        # A search has many spans of one token each; creating an array for each would dominate.
         device, size = self.decoder.device, self.block_size
         lengths, before = [len(s.tokens) for s in spans], [s.start for s in spans]
         counts, total = np.array(lengths), sum(lengths)
@@ -158,7 +158,7 @@ class PagedBackend(Backend):
 
 
 def _copied(copies: Sequence[Copy], size: int) -> np.ndarray:
-    """(2, n): the slot that each copied token comes from, and the one it goes to."""
+    """(2, n): the source and the target slot of each copied token."""
     starts = np.array([(c.source * size + c.first, c.target * size + c.first) for c in copies]).T
     counts = np.array([c.tokens for c in copies])
     within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -167,7 +167,7 @@ def _copied(copies: Sequence[Copy], size: int) -> np.ndarray:
 
 
 def _end_to_end(parts: Sequence[Sequence[int] | np.ndarray], count: int) -> np.ndarray:
-    """All of one kind: numbers, or arrays."""
+    """Concatenate; the parts are all sequences of numbers or all arrays."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, dtype=np.int64)
     return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=count)

@@ -1,7 +1,7 @@
 """Triton kernels of the CUDA back end. Each has a plain function that checks shapes and launches it.
 
-Triton's interpreter runs them on the CPU (TRITON_INTERPRET=1), which is how they are tested without a GPU. Nothing here
-knows a model, a batch or a cache beyond the tensors it is given.
+Triton's interpreter runs them on the CPU (TRITON_INTERPRET=1), which is how they are tested without a GPU. Kernels know
+nothing of models, batches or caches beyond the tensors they are given.
 """
 
 from plaudit.core.kernels.attention import (

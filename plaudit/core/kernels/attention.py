@@ -1,8 +1,8 @@
-"""Keys and values into the paged cache, and attention over it: decode steps, and prompts of any lengths.
+"""Stores keys and values in the paged cache and computes attention over it: decode steps, and prompts of any lengths.
 
-A row of queries has the same bits in both kernels, whatever else is in the batch: keys come in tiles of one size from
-position 0, in order; the softmax is in base 2 and rescaled tile by tile; one warp sums over a tile's keys. A decode
-step over few rows is split at SEGMENT keys at the earliest, so that shorter rows are never split.
+A row of queries has the same bits in both kernels, whatever else is in the batch: keys are processed in tiles of one
+size from position 0, in order; the softmax is in base 2 and rescaled tile by tile; one warp sums over a tile's keys. A
+decode step over few rows is split into segments of at least SEGMENT keys, so that shorter rows are never split.
 
 Letters: T tokens, B rows of a decode batch, H query heads, K key-value heads, G = H / K, D head size, V vocabulary.
 """
@@ -23,12 +23,12 @@ from plaudit.core.kernels.pointwise import _rotate_heads
 QUERY_TILE = 64
 SEGMENT = 1024
 LOG2_E = 1.4426950408889634
-FEW = 1024  # programs of a decode step up to which they wait for memory, and not for its rate
+FEW = 1024  # programs of a decode step up to which memory latency limits them, not bandwidth
 
 
 @triton.jit
 def _slot(tables, positions, row, table_row, BLOCK_SIZE: tl.constexpr):
-    """Where in the cache the newest token of a row lies."""
+    """The cache slot of a row's newest token."""
     position = tl.load(positions + row)
     block = tl.load(tables + row * table_row + position // BLOCK_SIZE).to(tl.int64)
     return block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -63,7 +63,7 @@ def store_decoded(
 
 
 def _rows_whole(x: Tensor) -> Tensor:
-    """x (B, heads, D) with the heads of a row end to end."""
+    """x (B, heads, D) with each row's heads contiguous."""
     return x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -88,7 +88,7 @@ def rotate_and_store(
     tables: Tensor, positions: Tensor, size: int,
 ) -> Tensor:  # fmt: skip
     """`rotary` of one token's query (B, H, D) and key by cos and sin (B, D), and `store_decoded` of the key and the
-    value, in one launch; gives the rotated query."""
+    value, in one launch; returns the rotated query."""
     rows, heads, dim = query.shape
     kv_heads, half, value_width = key.shape[1], dim // 2, value_cache[0].numel()
     value = _rows_whole(value)
@@ -112,7 +112,7 @@ def _decode_attention(
     CAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
-    kv_head = tl.program_id(0)  # first: heads of one row run together, and what they read lies side by side
+    kv_head = tl.program_id(0)  # first: heads of one row run together and read adjacent memory
     row = tl.program_id(1).to(tl.int64)
     split, strip = tl.program_id(2) // STRIPS, tl.program_id(2) % STRIPS
     length = tl.load(positions + row).to(tl.int32) + 1
@@ -131,22 +131,22 @@ def _decode_attention(
     q = tl.load(query + row * query_row + head[:, None] * query_head + at_d[None, :], mask=q_inside, other=0.0)
     peak = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
-    if SINKS and split == 0:  # a logit that takes part in the softmax and gives nothing
+    if SINKS and split == 0:  # a logit that counts in the softmax but has no value
         peak = 1.4426950408889634 * tl.load(sinks + head, mask=group < G, other=float("-inf")).to(tl.float32)
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     gathered = tl.zeros([GP, STRIP], tl.float32)
     table = tables + row * table_row
     block = tl.load(table + tl.minimum(begin, length - 1) // BLOCK_SIZE)
     for start in range(begin, end, TILE):
-        # A tile lies in one block, so that its keys are side by side.
+        # A tile lies within one block, so its keys are contiguous.
         if not FEW:
             block = tl.load(table + start // BLOCK_SIZE)
         slot = block.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
-        if FEW:  # the next tile's, so that it is there in time
+        if FEW:  # prefetch the next tile's
             block = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
         seen = (start + inner < end) & (start + inner >= first)
         k_at = keys + (slot * key_slot + kv_head * key_head) + (inner[:, None] * key_slot + at_d[None, :])
-        if FEW:  # what is not seen is read too
+        if FEW:  # masked keys are read too
             k = tl.load(k_at, mask=(at_d < D)[None, :], other=0.0)
         else:
             k = tl.load(k_at, mask=seen[:, None] & (at_d < D)[None, :], other=0.0)
@@ -170,7 +170,7 @@ def _decode_attention(
         peak = higher
 
     inside = (group < G)[:, None] & (at_e < E)[None, :]
-    if SPLITS == 1 or length - base <= share:  # nothing to join
+    if SPLITS == 1 or length - base <= share:  # nothing to combine
         if split == 0:
             result = gathered / total[:, None]
             tl.store(out + (row * H + head[:, None]) * E + at_e[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -192,7 +192,7 @@ def _join_splits(
     length = tl.load(positions + place // H).to(tl.int32) + 1
     if WINDOW:
         length -= tl.maximum(length - window, 0) // TILE * TILE
-    if length > SEGMENT:  # else one program had all of it
+    if length > SEGMENT:  # otherwise one program had the whole row
         split, at = tl.arange(0, SP), tl.arange(0, EP)
         peak = tl.load(peaks + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
         weight = tl.exp2(peak - tl.max(peak, axis=0))
@@ -210,8 +210,8 @@ def decode_attention(
     """One query per row over its cached tokens 0 .. position: query (B, H, D) -> (B, H, E).
 
     keys    (slots, K, D), values (slots, K, E); token i of row b lies in slot tables[b, i // size] * size + i % size
-    splits  programs per row and key-value head: few rows with many tokens need more than one to fill the device. A row
-            of up to SEGMENT tokens takes one all the same
+    splits  programs per row and key-value head: few rows with many tokens need more than one to fill the device; a row
+            of up to SEGMENT tokens always uses one
     """
     batch, heads, dim = query.shape
     kv_heads, width = keys.shape[1], values.shape[2]
@@ -224,7 +224,7 @@ def decode_attention(
         parts = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=query.device)
         peaks, sums = (torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
     group, padded = heads // kv_heads, max(16, triton.next_power_of_2(width))
-    # Where a device has programs to spare, two share the columns of wide values.
+    # If the device has idle capacity, two programs share the columns of wide values.
     strips = 2 if width >= 128 and kv_heads * batch <= FEW // 4 else 1
     _decode_attention[(kv_heads, batch, splits * strips)](
         query, keys, values, out, parts, peaks, sums, tables, positions, query if sinks is None else sinks,
@@ -269,7 +269,7 @@ def _varlen_attention(
     position = before + row
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    if SINKS:  # a logit that takes part in the softmax and gives nothing
+    if SINKS:  # a logit that counts in the softmax but has no value
         peak = tl.zeros([M], tl.float32) + 1.4426950408889634 * tl.load(sinks + head).to(tl.float32)
         total = tl.full([M], 1.0, tl.float32)
     gathered = tl.zeros([M, DP], tl.float32)
@@ -297,7 +297,7 @@ def _varlen_attention(
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of a tile
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may attend to no key of a tile
         chance = tl.exp2(score - safe[:, None])
         keep = tl.exp2(peak - safe)
         total = total * keep + tl.sum(chance, axis=1)
@@ -305,17 +305,17 @@ def _varlen_attention(
         v = tl.load(values + v_at, mask=in_range[:, None] & (at_d < D)[None, :], other=0.0)
         gathered = gathered * keep[:, None] + tl.dot(chance.to(v.dtype), v)
         peak = higher
-    total = tl.where(total == 0.0, 1.0, total)  # rows past the end have seen nothing
+    total = tl.where(total == 0.0, 1.0, total)  # rows past the end have no keys
     result = gathered / total[:, None]
     o_at = ((q_begin + row).to(tl.int64)[:, None] * H + head) * D + at_d[None, :]
     tl.store(out + o_at, result.to(out.dtype.element_ty), mask=inside)
-    if SUMS:  # natural, as torch's flash attention has them
+    if SUMS:  # natural logarithm, as in torch's flash attention
         logs = (peak + tl.log2(total)) * 0.6931471805599453
         tl.store(sums + head.to(tl.int64) * tokens + q_begin + row, logs, mask=row < q_count)
 
 
 def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """(programs, 2) int32: the sequence and the first query of each tile, the tiles with most to read first."""
+    """(programs, 2) int32: the sequence and the first query of each tile, tiles with the most keys first."""
     counts = np.asarray(counts)
     tiles = -(-counts // QUERY_TILE)
     sequence = np.repeat(np.arange(len(counts)), tiles)
@@ -332,10 +332,10 @@ def varlen_attention(
     """Causal attention of packed sequences: query (Tq, H, D) over keys and values (Tk or more, K, D) -> (Tq, H, D).
 
     query_ends              cumulative counts of queries, one more than there are sequences
-    key_starts, key_counts  which keys a sequence has; its last query sees the last of them
-    key_rows                where each key lies, if not end to end
+    key_starts, key_counts  the keys of each sequence; its last query attends to all of them
+    key_rows                the row of each key, if they are not contiguous
     tiles                   (programs, 2): sequence and first query of every QUERY_TILE queries
-    sums                    (H, Tq) float32, where the log of each query's sum of exponentials goes
+    sums                    (H, Tq) float32, output: the log of each query's sum of exponentials
     """
     _, heads, dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,9 +1,9 @@
 """Products of a mixture's experts: each row with the weights of the experts that its router chose.
 
-A pair is a token with one of its experts; pair `t * k + j` is the token `t` with its choice `j`. `Routes` puts the
-pairs in the order of their experts, an expert's pairs in the order of the tokens, and cuts them into blocks of one
-expert each. A product takes a block of pairs at a time, sums over the inner dimension in order and never splits it, so
-that a pair has the same bits beside any others (docs/proof.md).
+A pair is a token with one of its experts; pair `t * k + j` is token `t` with its choice `j`. `Routes` sorts the pairs
+by expert, an expert's pairs in the order of the tokens, and splits them into blocks of one expert each. A product
+processes one block of pairs at a time, sums over the inner dimension in order and never splits it, so that a pair has
+the same bits in any batch (docs/proof.md).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from plaudit.algo.tokens.early_launch import after_previous, early
 
-CHUNKS = (2048, 8192)  # pairs that are looked at together when they are ordered, of few and of many
+CHUNKS = (2048, 8192)  # pairs sorted together, for few and for many pairs
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows, columns and inner numbers that a program takes at a time."""
+    """The tile sizes of a program: rows, columns and inner dimension."""
 
     rows: int
     columns: int
@@ -31,21 +31,21 @@ class Tiles:
     stages: int
 
 
-FEW = Tiles(16, 64, 128, 4, 4)  # up to 16 pairs for an expert: the weights are read once, and that takes the time
+FEW = Tiles(16, 64, 128, 4, 4)  # up to 16 pairs per expert: the weights are read once, which limits the speed
 SOME = Tiles(64, 128, 64, 4, 4)
 MANY = Tiles(128, 256, 64, 8, 3)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the pairs of tokens and experts lie once they are in the order of the experts."""
+    """The pairs of tokens and experts, sorted by expert."""
 
-    order: Tensor  # (pairs,): which pair lies at a place
-    ends: Tensor  # (experts,): the place behind an expert's last pair
+    order: Tensor  # (pairs,): the pair at each place in the sorted order
+    ends: Tensor  # (experts,): the place after an expert's last pair
     blocks: (
-        Tensor  # (3, blocks): the expert, the first place and the place behind the expert's last pair; some are empty
+        Tensor  # (3, blocks): the expert, the first place and the place after the expert's last pair; some are empty
     )
-    choices: int  # experts of a token
+    choices: int  # experts per token
     tiles: Tiles
     partial: bool = False  # some pairs have an expert of another rank
 
@@ -71,7 +71,7 @@ def _routes(ids, order, ends, blocks, pairs, most, ROWS: tl.constexpr, CHUNK: tl
         tl.store(order + place + tl.cumsum(mine, axis=0) - mine, first + at, mask=mine != 0)
         place += tl.sum(mine, axis=0)
     tl.store(ends + expert, end)
-    # Each expert has blocks of its own, wherever the others' end: at most one more than its pairs fill.
+    # Each expert has its own blocks: at most one more than its pairs fill.
     block = start // ROWS + expert
     behind = end // ROWS + expert + 1
     while block < behind:
@@ -83,7 +83,8 @@ def _routes(ids, order, ends, blocks, pairs, most, ROWS: tl.constexpr, CHUNK: tl
 
 
 def routes(ids: Tensor, experts: int, partial: bool = False) -> Routes:
-    """Of the experts (tokens, choices) that routers chose. `partial`: an id of `experts` is computed elsewhere."""
+    """The Routes of the experts (tokens, choices) that a router chose. `partial`: the id `experts` stands for an expert
+    of another rank."""
     ids = ids.contiguous()
     pairs = ids.numel()
     share = pairs / experts
@@ -135,7 +136,7 @@ def _product(
                 a = tl.load(x_at, mask=live[:, None] & (first + k < inner)[None, :], other=0.0)
                 b = tl.load(w_at, mask=there[None, :] & (first + k < inner)[:, None], other=0.0)
             total = tl.dot(a, b, total, input_precision="ieee")
-            if GATED:  # rows of the second half of the weight go with those of the first
+            if GATED:  # rows of the second half of the weight pair with those of the first
                 if EVEN:
                     c = tl.load(w_at + columns * w_column, mask=there[None, :], other=0.0)
                 else:
@@ -163,11 +164,12 @@ def expert_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, routes: Routes, per: int = 0, to_pairs: bool = False,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A row for each pair: that of x times its expert's weight (experts, columns, inner), plus its bias.
+    """One row per pair: its row of x times its expert's weight (experts, columns, inner), plus its bias.
 
-    per       0: x has a row for each place; else row `pair // per` is the pair's: 1 for rows by pair, choices by token
-    to_pairs  results lie by pair, not by place
-    gated     of a weight with the columns of a gate and then as many others: silu(gate) * others
+    per       0: x has one row per place; else the pair's row is `pair // per`: 1 for one row per pair, the number of
+              choices for one row per token
+    to_pairs  results are ordered by pair, not by place
+    gated     the weight has the columns of a gate and then as many others: silu(gate) * others
     """
     pairs, inner = routes.order.numel(), weight.shape[2]
     columns = weight.shape[1] // 2 if gated else weight.shape[1]
@@ -221,8 +223,8 @@ def _weight_gradient(
 
 
 def weight_gradient(x: Tensor, grad: Tensor, routes: Routes, per: int, grad_per: int) -> Tensor:
-    """Of the weights (experts, columns, inner), from the rows and the gradients of the results of their product. Rows
-    are added up in the order of their places."""
+    """The gradient of the weights (experts, columns, inner), from the rows and the gradients of their product's
+    results. Rows are summed in the order of their places."""
     x, grad = x.contiguous(), grad.contiguous()
     experts, columns, inner = routes.ends.numel(), grad.shape[1], x.shape[1]
     out = torch.empty(experts, columns, inner, dtype=x.dtype, device=x.device)
@@ -258,8 +260,8 @@ def _combined(
 
 
 def combined(y: Tensor, weights: Tensor | None, choices: int) -> Tensor:
-    """The results of a token's experts (by pair), added up in the order of the choices: each times its weight
-    (tokens, choices), if there are weights."""
+    """The results of each token's experts (by pair), summed in the order of the choices, each times its weight
+    (tokens, choices) if there are weights."""
     tokens, columns = y.shape[0] // choices, y.shape[1]
     out = torch.empty(tokens, columns, dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(columns))
@@ -287,7 +289,7 @@ def _softmax_top(
     best = tl.zeros([PADDED], dtype=tl.float32)
     for number in range(CHOICES):
         highest = tl.max(left, axis=0)
-        taken = tl.min(tl.where(left == highest, at, BLOCK), axis=0)  # the first of equals
+        taken = tl.min(tl.where(left == highest, at, BLOCK), axis=0)  # the first of equal values
         best = tl.where(choice == number, highest, best)
         tl.store(ids + token * CHOICES + number, taken.to(tl.int64))
         left = tl.where(at == taken, -1.0, left)
@@ -297,7 +299,8 @@ def _softmax_top(
 
 
 def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token, the first of equals, and how likely they are; `normed`: among themselves."""
+    """The most likely experts of each token, ties to the first, and their probabilities; `normed`: normalized to sum
+    to 1."""
     tokens, experts = logits.shape
     values = torch.empty(tokens, choices, dtype=dtype, device=logits.device)
     ids = torch.empty(tokens, choices, dtype=torch.int64, device=logits.device)

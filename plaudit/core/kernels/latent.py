@@ -1,11 +1,11 @@
-"""Attention over latents (model/latent.py), and the products before and after it, a matrix to each head.
+"""Attention over latents (model/latent.py), and the products before and after it, with one matrix per head.
 
-One kernel for prompts and decode steps: a program has a query row, or in a prompt TOKENS of them, and HEADS of their
-heads, and goes over the latents of the sequence in tiles of one size from position 0, in order. So a row has the same
+One kernel for prompts and decode steps: a program handles one query row, or TOKENS rows of a prompt, and HEADS of their
+heads, and iterates over the sequence's latents in tiles of one size from position 0, in order. So a row has the same
 bits in both, whatever else is in the batch. All heads read the same latents, whose first columns are the values: a tile
-is loaded once for both products. A decode step over few rows is split at SEGMENT latents at the earliest.
+is loaded once for both products. A decode step over few rows is split into segments of at least SEGMENT latents.
 
-Letters: T query rows, H heads, R width of a latent, P width of the rotated part behind it.
+Letters: T query rows, H heads, R width of a latent, P width of the rotated part after it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from plaudit.algo.tokens.early_launch import early
 from plaudit.core.kernels.attention import LOG2_E, SEGMENT, _join_splits
 
-HEADS = 16  # of a program: the fewest rows of a product
-TOKENS = 4  # of a prompt's program, each by HEADS heads
-ROWS, COLUMNS, INNER = 32, 64, 64  # of a tile of heads' products
+HEADS = 16  # per program: the fewest rows of a product
+TOKENS = 4  # per program of a prompt, each with HEADS heads
+ROWS, COLUMNS, INNER = 32, 64, 64  # per tile in heads_product
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _heads_product(
 
 
 def heads_product(x: Tensor, matrices: Tensor) -> Tensor:
-    """x (T, H, I) by matrices (H, I, O) -> (T, H, O), in sums of one order."""
+    """x (T, H, I) by matrices (H, I, O) -> (T, H, O), summed in a fixed order."""
     rows, heads, inner = x.shape
     columns = matrices.shape[2]
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -90,14 +90,14 @@ def _latent_attention(
     q = tl.load(q_at + at_r[None, :], mask=live[:, None] & (at_r < R)[None, :], other=0.0)
     q_rotated = tl.load(q_at + R + at_p[None, :], mask=live[:, None] & (at_p < P)[None, :], other=0.0)
     peak = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
-    # Exponentials are added up by a product with ones, whose order of sums does not hang on how many rows there are.
+    # Exponentials are summed by a product with ones, whose order of sums does not depend on the number of rows.
     ones = tl.full([TILE, 16], 1.0, latents.dtype.element_ty)
     totals = tl.zeros([TOKENS * HEADS, 16], tl.float32)
     gathered = tl.zeros([TOKENS * HEADS, RP], tl.float32)
     for first in range(begin, end, TILE):
         position = first + tl.arange(0, TILE)
         inside = position < end
-        if PAGED:  # a tile lies in one block
+        if PAGED:  # a tile lies within one block
             block = tl.load(tables + first_row * table_row + first // BLOCK_SIZE).to(tl.int64)
             slot = block * BLOCK_SIZE + first % BLOCK_SIZE + tl.arange(0, TILE)
         else:
@@ -126,13 +126,13 @@ def _latent_attention(
             gathered = gathered * keep + tl.dot(chance.to(latent.dtype), latent)
         peak = higher
 
-    total = tl.max(totals, axis=1)  # all columns are the same
+    total = tl.max(totals, axis=1)  # all columns are equal
     kept = live[:, None] & (at_r < R)[None, :]
-    if SPLITS == 1 or length <= share:  # nothing to join
+    if SPLITS == 1 or length <= share:  # nothing to combine
         if split == 0:
             result = gathered / total[:, None]
             tl.store(out + (row * H + head)[:, None] * R + at_r[None, :], result.to(out.dtype.element_ty), mask=kept)
-        if SUMS:  # natural, as torch's flash attention has them
+        if SUMS:  # natural logarithm, as in torch's flash attention
             logs = (peak + tl.log2(total)) * 0.6931471805599453
             tl.store(sums + head.to(tl.int64) * count + row, logs, mask=live)
     else:
@@ -143,7 +143,8 @@ def _latent_attention(
 
 
 def latent_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """(programs, 2) int32: the first row and the rows of each tile of packed sequences, those furthest in first."""
+    """(programs, 2) int32: the first row and the number of rows of each tile of packed sequences, largest positions
+    first."""
     counts = np.asarray(counts)
     tiles = -(-counts // TOKENS)
     within = (np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)) * TOKENS
@@ -163,9 +164,9 @@ def latent_attention(
     latents  (slots, 1, R + P)
     tables   in a decode step: latent i of row t lies in slot tables[t, i // size] * size + i % size
     starts   in a prompt: it lies at starts[t] + i or, with `places`, at places[starts[t] + i]
-    tiles    of a prompt's rows, by `latent_tiles`; without them each row goes over its latents alone
+    tiles    of a prompt's rows, by `latent_tiles`; without them each row has its own program
     splits   programs per row and HEADS heads, as in `decode_attention`
-    sums     (H, T) float32, where the log of each row's sum of exponentials goes
+    sums     (H, T) float32, output: the log of each row's sum of exponentials
     """
     rows, heads, width = query.shape
     exact, rotated = query.dtype == torch.float32, width - rank

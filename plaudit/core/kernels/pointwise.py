@@ -12,28 +12,28 @@ from torch import Tensor
 
 from plaudit.algo.tokens.early_launch import after_previous, early
 
-STRIPES = 264  # programs that share the rows of a sum over all of them: two to a multiprocessor
-MANY_ROWS = 1 << 14  # short rows, as those of heads, from which on a program takes some of them one after the other
+STRIPES = 264  # programs that share a sum over all rows: two per multiprocessor
+MANY_ROWS = 1 << 14  # number of short rows (such as heads) above which a program processes several in sequence
 
 
 @triton.jit
 def _normed(value, w, columns, epsilon, GEMMA: tl.constexpr):
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + epsilon)
-    if GEMMA:  # the weight is an offset from 1, and all is wide until the end
+    if GEMMA:  # the weight is an offset from 1, and everything is float32 until the end
         out = (wide * scale * (1.0 + w.to(tl.float32))).to(value.dtype)
-    else:  # rounded before the weight, as Llama's norm rounds
+    else:  # rounded before the weight is applied, as in Llama's norm
         out = (wide * scale).to(value.dtype) * w
     return out
 
 
 @triton.jit
 def _gated(value, w, g, columns, epsilon, GATE: tl.constexpr):
-    """A norm with its gate, in one of the ways that `rms_norm` names."""
+    """A norm with its gate, in one of the modes of `rms_norm`."""
     if GATE == "silu":
         out = _normed(value, w, columns, epsilon, False)
         out = (out.to(tl.float32) * (g / (1.0 + tl.exp(-g)))).to(value.dtype)
-    elif GATE == "sigmoid":  # all is wide until the end
+    elif GATE == "sigmoid":  # everything is float32 until the end
         wide = value.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + epsilon)
         out = (wide * scale * w.to(tl.float32) * (1.0 / (1.0 + tl.exp(-g)))).to(value.dtype)
@@ -67,8 +67,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False, gate: Tensor | None = None, how: str = "silu"
 ) -> Tensor:  # fmt: skip
-    """Root-mean-square norm over the last dimension, or over equal parts of it, with a weight of (parts, columns). How
-    a gate applies: "silu", behind the norm and its rounding; "sigmoid", behind it in float32; "first", the norm of
+    """Root-mean-square norm over the last dimension, or over equal parts of it, with a weight of (parts, columns). The
+    gate is applied as "silu": after the norm and its rounding; "sigmoid": after it in float32; "first": the norm of
     x * silu(gate) in float32."""
     parts, columns = weight.shape if weight.ndim == 2 else (1, weight.shape[0])
     flat = x.contiguous().view(-1, columns)
@@ -102,7 +102,7 @@ def _rms_norm_both(
 def rms_norm_both(
     xs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], epsilons: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of two tensors over last dimensions of one size, each with its weight, in one launch."""
+    """`rms_norm` of two tensors with last dimensions of the same size, each with its weight, in one launch."""
     columns = weights[0].shape[0]
     flats = [x.contiguous().view(-1, columns) for x in xs]
     ys = [torch.empty_like(flat) for flat in flats]
@@ -134,7 +134,7 @@ def _add_rms_norm(x, y, weight, total, normed, columns, epsilon, BLOCK: tl.const
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x + y and its norm, to the bit what torch's sum and `rms_norm` give: the learner computes these one by one."""
+    """x + y and its norm, bit-equal to torch's sum and `rms_norm`, which the learner computes separately."""
     columns = x.shape[-1]
     x, y = x.contiguous(), y.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
@@ -172,7 +172,7 @@ def _rms_norm_backward(
 
 
 def rms_norm_backward(x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, gemma: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of the input and of the weight. Rows are added up in a fixed order."""
+    """The gradients of the input and of the weight. Rows are summed in a fixed order."""
     columns = x.shape[-1]
     flat, grad = x.contiguous().view(-1, columns), grad.contiguous()
     dx = torch.empty_like(flat)
@@ -263,8 +263,8 @@ def _rotary(
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of query (1, H, T, D) and key (1, K, T, D) by cos and sin (1, T, D), in one launch.
-    The results have the same shapes and lie token by token in memory, as attention wants them. `back`: the gradients
-    of query and key from those of the results."""
+    The results have the same shapes and are contiguous per token, as attention expects them. `back`: the gradients of
+    query and key from those of the results."""
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     outputs = [torch.empty(1, tokens, n, dim, dtype=query.dtype, device=query.device) for n in (heads, kv_heads)]
@@ -288,7 +288,7 @@ def _rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same of queries or keys alone: x (T, heads, D) by cos and sin (T, D)."""
+    """`rotary` of queries or keys alone: x (T, heads, D) by cos and sin (T, D)."""
     tokens, heads, dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rotate[(tokens,)](

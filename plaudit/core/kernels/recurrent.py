@@ -1,9 +1,9 @@
-"""Recurrent layers: gated delta rules and Mamba-2, with the state written where it was read, and short convolutions.
+"""Recurrent layers: gated delta rules and Mamba-2, with states updated in place, and short convolutions.
 
-In eager mode a token of these layers reads and writes a state many times over, and a prompt is solved in chunks, whose
-sums are others than those of single tokens. Here a state stays in registers from a prompt's first token to its last,
-and prompts, decode steps and the learner run the same instructions for every token: no multiplication is fused with an
-addition, and neither the length nor where a row lies in memory is a constant of the program.
+In eager mode each token of these layers reads and writes the state many times, and a prompt is computed in chunks,
+whose sums differ from those of single tokens. Here the state stays in registers from a prompt's first token to its
+last, and prompts, decode steps and the learner run the same instructions for every token: no multiplication is fused
+with an addition, and neither the length nor a row's address is a compile-time constant.
 
 Letters: B rows, L tokens, H heads, G groups of heads with one key, K key size, V value size, C channels, W width of a
 convolution.
@@ -17,16 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of transformers' l2norm
-# A state of 128 keys in tiles of so many values, in the registers of so many warps: the sums over keys are part of the
-# contract that prompts and steps have.
+# Tile width in values, and warps, for a state of 128 keys: they fix the order of the sums over keys, which must be the
+# same in prompts and decode steps.
 VALUES, WARPS = 32, 4
 INPUTS = ("query", "key", "value", "decay", "beta")
 
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)) by the series of the inverse hyperbolic tangent, whose argument is at most 1/3: a logarithm of
-    1 + exp(x) would lose the digits of small steps."""
+    """log(1 + exp(x)) by the series of the inverse hyperbolic tangent, whose argument is at most 1/3: the logarithm of
+    1 + exp(x) would lose precision for small steps."""
     small = tl.exp(-tl.abs(x))
     s = small / (2.0 + small)
     t = s * s
@@ -58,7 +58,7 @@ def _recurrence(
     value_at = value + row * value_row + head * value_dim + v_at
     beta_at = beta + row * beta_row + head
     out_at = out + (row * length * heads + head) * value_dim + v_at
-    if MAMBA:  # one rate of decay a head, times the step, which is what beta is made of
+    if MAMBA:  # one decay rate per head, times the step, from which beta is computed
         rate = tl.load(decay + head).to(tl.float32)
         offset = tl.load(bias + head).to(tl.float32)
         through = tl.load(skip + head).to(tl.float32)
@@ -142,8 +142,8 @@ def _run(
 
 
 def _inner(x: Tensor) -> tuple[Tensor, int, int]:
-    """With what belongs to one token side by side, and the strides of rows and tokens: parts of a wider row are read
-    where they lie."""
+    """The tensor with each token's values contiguous, and the strides of rows and tokens: slices of a wider row are
+    read in place."""
     if not x[0, 0].is_contiguous():
         x = x.contiguous()
     return x, x.stride(0), x.stride(1)
@@ -207,7 +207,7 @@ def _convolution(
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """x (B, C, L), zeros before it, weight (C, W), bias (C,) -> (B, C, L), by the sums of `convolution_step`."""
+    """x (B, C, L), zeros before it, weight (C, W), bias (C,) -> (B, C, L), with the sums of `convolution_step`."""
     rows, channels, length = x.shape
     out = torch.empty(rows, length, channels, dtype=x.dtype, device=x.device)
     _convolution[(triton.cdiv(x.numel(), 256),)](

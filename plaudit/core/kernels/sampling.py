@@ -1,4 +1,4 @@
-"""Draws tokens inside the decode graph: Gumbel noise by counter, log-probs of what was drawn.
+"""Samples tokens inside the decode graph: counter-based Gumbel noise, log-probs of the drawn tokens.
 
 Letters: T tokens, B rows of a decode batch, H query heads, K key-value heads, G = H / K, D head size, V vocabulary.
 """
@@ -14,13 +14,13 @@ from plaudit.algo.tokens.early_launch import after_previous, early
 from plaudit.algo.tokens.token_kernel import BLOCK, WARPS, fold
 from plaudit.core.kernels.truncation import BEST, EVERYTHING, Truncation, cut_logit, key_logit, key_token
 
-FEW = 64  # rows whose blocks of logits have programs of their own: one to a row would leave most of a GPU idle
-PARTS = (torch.float32, torch.float32, torch.int32, *(torch.float32,) * 4)  # what is known of a block
+FEW = 64  # up to this many rows, each block of logits has its own program: one per row would leave most of a GPU idle
+PARTS = (torch.float32, torch.float32, torch.int32, *(torch.float32,) * 4)  # values per block
 
 
 @triton.jit
 def _uniform(step, token):
-    """The sampler's hash: 32 bits of noise for a token, as `plaudit.core.sampling.noise` writes it down."""
+    """The sampler's hash: 32 bits of noise for a token, as in `plaudit.core.sampling.noise`."""
     low = (step & 0xFFFFFFFF).to(tl.uint32)
     high = (step >> 32).to(tl.uint32)
     x = low ^ (token.to(tl.uint32) * 0x9E3779B1)
@@ -42,7 +42,7 @@ def _mix64(x):
 @triton.jit
 def _gumbel(seed, token):
     u = _uniform(seed, token)
-    # log1p(-u) by Kahan's trick: exact where u is tiny, which is where the winners are
+    # log1p(-u) by Kahan's method: exact for tiny u, which the winning tokens have
     rest = 1.0 - u
     gone = rest - 1.0
     return -tl.log(-tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone)))
@@ -100,7 +100,7 @@ def _seed(keys, drawn, row):
 def _advance(
     row, chosen, count, was_alive, tokens, positions, drawn, left, alive, stops, stop_count, STOPS: tl.constexpr
 ):  # fmt: skip
-    """To the next token, where this one is neither a stop nor the last."""
+    """Advance a row to its next token, unless this one is a stop token or the last."""
     at = tl.arange(0, STOPS)
     ends = tl.load(stops + row * stop_count + at, mask=at < stop_count, other=-1)
     ended = tl.max((ends == chosen).to(tl.int32), axis=0)
@@ -135,7 +135,7 @@ def _sample(
         cut = tl.load(cuts + row)
         lowest, highest_id = cut_logit(cut, EVERYTHING)
         few = tl.load(kept_counts + row)
-        if few > 0:  # all that is kept is in a list, and needs no noise for the rest of the vocabulary
+        if few > 0:  # all kept tokens are in a list; the rest of the vocabulary needs no noise
             at = tl.arange(0, BEST)
             key = tl.load(kept_best + row * BEST + at, mask=at < few, other=0)
             mine = key_token(key).to(tl.int32)
@@ -143,7 +143,7 @@ def _sample(
             best = tl.max(noisy, axis=0)
             chosen = tl.min(tl.where((noisy == best) & (at < few), mine, 0x7FFFFFFF), axis=0)
     raw_peak, raw_sum, peak, total = float("-inf"), 0.0, float("-inf"), 0.0
-    if BLOCKS > 0:  # they were read by programs of their own
+    if BLOCKS > 0:  # other programs have read them
         number = tl.arange(0, BLOCKS)
         tops = tl.load(block_tops + row * blocks + number, mask=number < blocks, other=float("-inf"))
         winners = tl.load(block_winners + row * blocks + number, mask=number < blocks, other=0)
@@ -193,11 +193,11 @@ def sample(
     logits: Tensor, keys: Tensor, inverse: Tensor, greedy: Tensor, state: tuple[Tensor, ...], stops: Tensor,
     step: Tensor, outputs: tuple[Tensor, ...], truncation: Truncation | None = None,
 ) -> None:  # fmt: skip
-    """Draw a token for every row, note it at outputs[step], and advance the rows that live on.
+    """Draw a token for every row, store it at outputs[step], and advance the rows that stay alive.
 
     state       tokens, positions, drawn, left, alive of a DecodeBatch, changed in place
     outputs     tokens, logprobs, raw_logprobs, alive, tempered of a Decoded
-    truncation  what was kept of these logits; None: everything
+    truncation  the tokens kept of these logits; None: all
     """
     rows, vocabulary = logits.shape
     width = min(BLOCK, triton.next_power_of_2(vocabulary))

@@ -1,12 +1,12 @@
-"""Where top-k, top-p and min-p cut a row, found without sorting it.
+"""Computes the cutoffs of top-k, top-p and min-p without sorting.
 
-What is kept of a row is a prefix of its tokens in falling order, ties to the lower token id. So one number says it: the
-packed key (logit, then token id) of the last token that is kept. Three launches, in this order:
+The kept tokens of a row are a prefix of its tokens in descending order, ties to the lower token id. So one number
+describes them: the packed key (logit, then token id) of the last kept token. Three launches, in this order:
 
     _chunk_peaks  the largest logit of every chunk of tokens, and the chunk's share of the softmax
-    _cut_by_best  takes the best tokens one by one, up to BEST: the next is in the chunk with the largest logit that is
-                  left, and only that chunk is read again
-    _cut_by_mass  rows whose cut lies deeper: bisection over the logits, several thresholds in each pass
+    _cut_by_best  takes the best tokens one by one, up to BEST: the next is in the chunk with the largest remaining
+                  logit, and only that chunk is read again
+    _cut_by_mass  rows with a lower cutoff: bisection over the logits, several thresholds in each pass
 
 Letters: B rows, V vocabulary.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 CHUNK = 64
 BEST = 64
-DEEPER = tl.constexpr(-(2**63))  # a cut that `_cut_by_best` did not reach; below every key
-EVERYTHING = -(2**63) + 1  # the cut of a row that keeps all; below every key too
+DEEPER = tl.constexpr(-(2**63))  # a cutoff that `_cut_by_best` did not reach; below every key
+EVERYTHING = -(2**63) + 1  # the cutoff of a row that keeps all tokens; below every key too
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def ordered(x):
 
 @triton.jit
 def packed_key(x, token):
-    """Falling logits, then rising token ids, as falling numbers."""
+    """A number that is larger for a larger logit, and for equal logits larger for a lower token id."""
     return (ordered(x).to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
 
 
@@ -45,7 +45,7 @@ def key_logit(key):
 
 @triton.jit
 def cut_logit(cut, EVERYTHING: tl.constexpr):
-    """A cut as numbers to compare with: the lowest logit that is kept, and the highest token id at that logit."""
+    """A cutoff as two numbers: the lowest kept logit, and the highest kept token id at that logit."""
     everything = cut == EVERYTHING
     lowest = tl.where(everything, float("-inf"), key_logit(cut))
     return lowest, tl.where(everything, 0xFFFFFFFF, 0xFFFFFFFF - (cut & 0xFFFFFFFF))
@@ -88,7 +88,7 @@ def _cut_by_best(
     share = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(high, axis=0)
     mass = tl.sum(tl.where(chunk < chunks, share * tl.exp(high - peak), 0.0), axis=0)
-    # By the chunk's first token, which orders chunks of equal logits as their own tokens would.
+    # By the chunk's first token, which orders chunks of equal logits like their tokens.
     key = tl.where(chunk < chunks, packed_key(high, chunk * CHUNK), DEEPER)
     last = tl.full([], 2**63 - 1, tl.int64)
     count = tl.minimum(k, BEST)
@@ -101,7 +101,7 @@ def _cut_by_best(
         last = tl.max(left, axis=0)
         tl.store(best + row * BEST + rank, last)
         key = tl.where(chunk == mine, tl.max(tl.where(left < last, left, DEEPER), axis=0), key)
-    tl.debug_barrier()  # the best were stored by one thread and are read by all
+    tl.debug_barrier()  # one thread has stored the best, all threads read them
     rank = tl.arange(0, BEST)
     taken = rank < count
     ours = tl.load(best + row * BEST + rank, mask=taken, other=DEEPER)
@@ -113,7 +113,7 @@ def _cut_by_best(
     kept = tl.sum(keep.to(tl.int32), axis=0)
     cut = tl.max(tl.where(rank == kept - 1, ours, DEEPER), axis=0)
     tl.store(peaks + row, peak)
-    if (k > BEST) & ((kept == BEST) | ((k < vocabulary) & (p < 1.0))):  # the mass of the best k is not known here
+    if (k > BEST) & ((kept == BEST) | ((k < vocabulary) & (p < 1.0))):  # the mass of the best k is unknown
         tl.store(cuts + row, DEEPER)
         tl.store(totals + row, mass)
     else:
@@ -124,7 +124,7 @@ def _cut_by_best(
 
 @triton.jit
 def _above(logits, row, scale, peak, thresholds, vocabulary, WAYS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens lie above each threshold (WAYS,), and their share of the softmax."""
+    """The number of tokens above each threshold (WAYS,), and their share of the softmax."""
     count, mass = tl.zeros([WAYS], tl.int32), tl.zeros([WAYS], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -141,7 +141,7 @@ def _lowest(
     logits, row, scale, peak, low, high, k, mass_limit, vocabulary, WAYS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The lowest logit, as an ordered number, with fewer than k tokens and less than this mass above it; `low` is below
-    it, `high` is not."""
+    it, `high` is not below it."""
     way = tl.arange(0, WAYS)
     while high - low > 1:
         step = tl.maximum((high - low) // (WAYS + 1), 1)
@@ -164,7 +164,7 @@ def _cut_by_mass(
     k = tl.minimum(tl.load(top_k + row), vocabulary)
     p, least = tl.load(top_p + row), tl.load(min_p + row)
     top = ordered(peak).to(tl.int64)
-    low = ordered(peak - 200.0).to(tl.int64)  # what lies lower has no mass in float32
+    low = ordered(peak - 200.0).to(tl.int64)  # lower logits have no mass in float32
     if k < vocabulary:
         low = tl.full([], -(2**31), tl.int64)
         _, edge = _lowest(logits, row, scale, peak, low, top, k, float("inf"), vocabulary, WAYS, BLOCK)
@@ -184,7 +184,7 @@ def _cut_by_mass(
     ties = upto - count
     room = tl.minimum(tl.maximum(tl.ceil((mass_limit - above) / each), 1.0), ties.to(tl.float32))
     allowed = tl.minimum(k - count, room.to(tl.int32))
-    last = tl.full([], 0xFFFFFFFF, tl.int64)  # the highest token id that is kept of those at the edge
+    last = tl.full([], 0xFFFFFFFF, tl.int64)  # the highest kept token id at the cutoff logit
     if allowed < ties:
         first, last = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64) + vocabulary - 1
         while last - first > 1:
@@ -205,7 +205,7 @@ def _at(logits, row, scale, peak, threshold, vocabulary, WAYS: tl.constexpr, BLO
 
 @triton.jit
 def _ties(logits, row, scale, edge, upto, vocabulary, BLOCK: tl.constexpr):
-    """Tokens at the edge with ids up to this one."""
+    """The number of tokens at the cutoff logit with ids up to this one."""
     count = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -215,13 +215,13 @@ def _ties(logits, row, scale, edge, upto, vocabulary, BLOCK: tl.constexpr):
 
 
 class Truncation:
-    """Buffers for the cuts of up to B rows, which a graph's launches share.
+    """Buffers for the cutoffs of up to B rows, shared by a graph's launches.
 
-    cuts    (B,) int64, the packed key of the last token that is kept
-    peaks   (B,) the row's largest logit, tempered
-    totals  (B,) the sum of exp(logit - peak) over what is kept
-    best    (B, BEST) int64, packed keys in falling order; the first `counts` of them are all that is kept
-    counts  (B,) int32; 0: more is kept than `best` has
+    cuts    (B,) int64, the packed key of the last kept token
+    peaks   (B,) the row's largest logit, after the temperature
+    totals  (B,) the sum of exp(logit - peak) over the kept tokens
+    best    (B, BEST) int64, packed keys in descending order; the first `counts` of them are all kept tokens
+    counts  (B,) int32; 0: more tokens are kept than `best` has
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -236,12 +236,12 @@ class Truncation:
         self._highest, self._sums = (torch.empty(rows, self.chunks, device=device) for _ in range(2))
 
     def load(self, rows: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-        """These rows have these options; the others keep everything."""
+        """Set the options of these rows; the others keep all tokens."""
         for mine, theirs, off in ((self.top_k, top_k, self.vocabulary), (self.top_p, top_p, 1), (self.min_p, min_p, 0)):
             mine.fill_(off).index_copy_(0, rows, theirs.to(mine.dtype))
 
     def find(self, logits: Tensor, inverse: Tensor) -> None:
-        """logits (B, V) float32, inverse temperatures (B,)."""
+        """Compute the cutoffs. logits (B, V) float32, inverse temperatures (B,)."""
         rows, vocabulary = logits.shape
         _chunk_peaks[(rows, triton.cdiv(self.chunks, 64))](
             logits, inverse, self._highest, self._sums, vocabulary, self.chunks, CHUNK=CHUNK, BLOCK=64, num_warps=4

@@ -1,2 +1,2 @@
-"""The KV cache: blocks with reference counts, the prefix tree over them, handing KV to another engine. No tensors but
-the pool's."""
+"""The KV cache: reference-counted blocks, the prefix tree over them, KV transfer to another engine. No tensors but the
+pool's."""

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which, never more than there are."""
+"""The pool of KV blocks: allocation and reference counts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 class BlockPool:
-    """Reference counts over a fixed number of blocks. It knows nothing of what the blocks hold."""
+    """Reference counts of a fixed number of blocks, independent of their contents."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.reached = 0  # blocks from the first to the last that was ever taken
+        self.reached = 0  # 1 + the highest block ever used
         self.reset()
 
     def reset(self) -> None:
-        """Free every block, whoever holds it."""
+        """Free every block, whatever its reference count."""
         self.refs = [0] * self.blocks
-        self._free = list(range(self.blocks - 1, -1, -1))  # a stack: the block freed last is warm and goes out first
+        self._free = list(range(self.blocks - 1, -1, -1))  # a stack: the block freed last is reused first
 
     @property
     def free(self) -> int:
@@ -28,7 +28,7 @@ class BlockPool:
     def in_use(self) -> int:
         return self.blocks - len(self._free)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         block = self._free.pop()
         self.refs[block] = 1
         self.reached = max(self.reached, block + 1)
@@ -47,7 +47,7 @@ class BlockPool:
             self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Every reference belongs to a holder, every block without one is free, and no block is free twice."""
+        """Raise unless every reference has a holder, every block without one is free, and no block is free twice."""
         refs = np.array(self.refs, dtype=np.int64)
         blocks = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
         counts = np.bincount(blocks, minlength=self.blocks)

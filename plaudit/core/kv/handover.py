@@ -1,8 +1,8 @@
-"""KV of a prompt on its way from one engine to another of the same weights: one reads prompts, the other goes on.
+"""KV transfer of a prompt to another engine with the same weights: one engine runs prefill, the other decodes.
 
-What travels is what the prefix tree of the first has of the tokens, with the state of recurrent layers behind the last
-of them, and it is entered in the tree of the second under the same version. If less than the whole prompt comes through
-(blocks were short on either side), the second engine computes the rest: the result is the same.
+The first engine exports what its prefix tree has of the prompt, with the state of recurrent layers after the last
+token; the second inserts it in its tree under the same version. If only a part of the prompt is transferred (too few
+blocks on either side), the second engine computes the rest: the result is the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from plaudit.errors import RequestError
 @dataclass(frozen=True)
 class Handover:
     """keys, values   per layer, (tokens, kv heads, dim)
-    salt           as in SamplingParams: who may share it
-    state          of recurrent layers, after the last of the tokens (StateBank.copy)
+    salt           as in SamplingParams: only requests with the same salt share the KV
+    state          of recurrent layers, after the last token (StateBank.copy)
     """
 
     tokens: tuple[int, ...]
@@ -41,8 +41,10 @@ class Handover:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values, *self.state))
 
 
-def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str) -> Handover:
-    """A copy of what the tree has of these tokens."""
+def export_kv(
+    tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str
+) -> Handover:
+    """A copy of the tree's KV of the longest cached prefix of these tokens."""
     match = tree.match((key, salt), tokens, len(tokens))
     blocks = [node.block for node in match.nodes]
     count = len(blocks) * tree.block_size
@@ -53,15 +55,16 @@ def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int
         return Handover((), version, [], [], salt)
     keys, values = backend.read(send(_slots(blocks, tree.block_size, count), backend.decoder.device))
     state: list[Tensor] = []
-    if backend.states is not None:  # the match ends where there is one
+    if backend.states is not None:  # a match always ends at a state
         slot = backend.states.find(backend.states.name(blocks, count))
         assert slot is not None
         state = _bank(backend).copy(slot)
     return Handover(tuple(tokens[:count]), version, keys, values, salt, state)
 
 
-def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
-    """Enter the KV in the tree, as far as there are blocks beside `reserve` ones; how many tokens it has then."""
+def import_kv(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
+    """Insert the KV in the tree, as far as blocks are free beyond `reserve` ones; returns how many tokens it has
+    then."""
     size, pool = tree.block_size, tree.pool
     present = tree.match((key, handover.salt), handover.tokens, len(handover.tokens))
     if len(present.nodes) * size + present.partial_tokens == len(handover.tokens):
@@ -69,10 +72,10 @@ def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handove
     need = -(-len(handover.tokens) // size)
     if pool.free < need + reserve:
         tree.evict(need + reserve - pool.free)
-    blocks = [pool.take() for _ in range(max(0, min(need, pool.free - reserve)))]
+    blocks = [pool.allocate() for _ in range(max(0, min(need, pool.free - reserve)))]
     count = min(len(handover.tokens), len(blocks) * size)
     if backend.states is not None and count < len(handover.tokens):
-        count = 0  # there is no state for less
+        count = 0  # there is no state for fewer tokens
     if count:
         slots = send(_slots(blocks, size, count), backend.decoder.device)
         backend.write(slots, [k[:count] for k in handover.keys], [v[:count] for v in handover.values])
@@ -81,7 +84,7 @@ def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handove
     if isinstance(tree, StatefulTree) and count and (name := tree.place((key, handover.salt), handover.tokens)):
         slot = tree.states.keep(name)
         if slot is not None:
-            _bank(backend).enter(slot, handover.state)
+            _bank(backend).restore(slot, handover.state)
     for block in chain.blocks:
         pool.release(block)
     tree.released(chain.nodes)
@@ -89,9 +92,12 @@ def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handove
 
 
 def check(handover: Handover, backend: Backend, version: int) -> None:
-    """Raise unless this engine could have computed it."""
+    """Raise RequestError unless version, layers, shapes and dtypes are those of this engine."""
     if handover.version != version:
-        raise RequestError(f"this KV is of weights of version {handover.version}, and the engine has {version}")
+        raise RequestError(
+            f"the KV was computed with weights of version {handover.version}, but the engine has version {version}: "
+            "compute the prompt again"
+        )
     decoder = backend.decoder
     if not (count := len(handover.tokens)):
         return
@@ -100,14 +106,14 @@ def check(handover: Handover, backend: Backend, version: int) -> None:
     tensors = [*handover.keys, *handover.values]
     if [tuple(tensor.shape) for tensor in tensors] != expected or {t.dtype for t in tensors} != {decoder.dtype}:
         raise RequestError(
-            f"this KV of {count} tokens in {len(handover.keys)} layers is not {decoder.name}'s, which has "
-            f"{len(decoder.layers)} layers in {decoder.dtype}: both engines must have the same model"
+            f"the KV of {count} tokens in {len(handover.keys)} layers does not fit {decoder.name}, which has "
+            f"{len(decoder.layers)} layers in {decoder.dtype}: load the same model in both engines"
         )
     kept = [part for layer in decoder.states.values() for part in layer.values()]
     if [(tensor.shape, tensor.dtype) for tensor in handover.state] != kept:
         raise RequestError(
-            f"a state of {len(handover.state)} tensors is not {decoder.name}'s, which has {len(kept)}: both engines "
-            "must have the same model"
+            f"a state of {len(handover.state)} tensors does not fit {decoder.name}, which has {len(kept)}: load the "
+            "same model in both engines"
         )
 
 

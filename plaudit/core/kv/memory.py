@@ -1,4 +1,4 @@
-"""How many KV blocks an engine may have."""
+"""The number of KV blocks of an engine, and memory limits."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ DEFAULT_PART = 0.4  # of a GPU's free memory
 def blocks_for(
     decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int, spare: int = 0, states: int = 0
 ) -> int:
-    """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a default,
-    less where a full house of the longest sequences needs less), without those that the back end keeps, and without
-    the bytes that states take."""
+    """The number of blocks that fit in `kv_bytes`, minus the back end's `spare` blocks and the bytes of `states`.
+
+    kv_bytes   a whole number: bytes; below 1: that fraction of the free memory; None: a default, or less if
+               max_running sequences of maximum length need less
+    """
     size, block_bytes = pool_bytes(decoder, kv_bytes) - states, decoder.token_bytes() * block_size
     if kv_bytes is None:
-        full_house = -(-decoder.max_positions // block_size) * max_running
-        return max(1, min(size // block_bytes - spare, full_house))
+        most = -(-decoder.max_positions // block_size) * max_running
+        return max(1, min(size // block_bytes - spare, most))
     needed = (1 + spare) * block_bytes
     if size < needed:
         raise RequestError(
-            f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {needed}: raise kv_bytes"
+            f"kv_bytes gives {size} bytes, but one block of {block_size} tokens needs {needed}: raise kv_bytes"
         )
     return size // block_bytes - spare
 
 
 def pool_bytes(decoder: Decoder, kv_bytes: int | float | None) -> int:
-    """What `kv_bytes` comes to."""
+    """`kv_bytes` in bytes."""
     if kv_bytes is None:
         on_gpu = decoder.device.type == "cuda"
         return int(DEFAULT_PART * free_bytes(decoder.device)) if on_gpu else DEFAULT_BYTES
@@ -41,11 +43,11 @@ def pool_bytes(decoder: Decoder, kv_bytes: int | float | None) -> int:
         return int(kv_bytes * free_bytes(decoder.device))
     if kv_bytes >= 1 and kv_bytes == int(kv_bytes):
         return int(kv_bytes)
-    raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
+    raise RequestError(f"kv_bytes is {kv_bytes}, but must be a whole number of bytes or a fraction between 0 and 1")
 
 
 def free_bytes(device: torch.device) -> int:
-    """That this process may still take."""
+    """The memory that this process may still allocate."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -56,8 +58,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def limit_memory(device: str, fraction: float) -> None:
-    """Let this process take no more than a part of the device's memory, or of the host's for a CPU. What would go
-    beyond it fails there, as if the memory had run out."""
+    """Limit this process to a fraction of the device's memory, or of the host's for a CPU. Allocations beyond it fail
+    as if the memory had run out."""
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(fraction, torch.device(device))
         return

@@ -1,8 +1,8 @@
-"""The prefix tree: which blocks hold the KV of which tokens.
+"""The prefix tree: maps token prefixes to the blocks with their KV.
 
-A node is one block and the tokens it holds, full or partly filled; only full nodes have children. Roots are keyed by
-(module, adapter state, weight version), so a new version makes everything older unreachable. Children are kept in
-lexical order: the child with the longest common beginning is a neighbour of the place where the tokens would go.
+A node is one block and its tokens, full or partly filled; only full nodes have children. Roots are keyed by (module,
+adapter state, weight version), so a new version makes everything older unreachable. Children are sorted: the child with
+the longest common prefix is next to the insertion point of the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.prefix import common_prefix
 
-ROOT = -1  # the block of a node that holds no tokens
+ROOT = -1  # the block of a root, which has no tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +28,8 @@ class Node:
     keys: list[tuple[int, ...]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     used: int = 0
-    paths: int = 0  # that end in it, and that somebody goes on from
-    key: Hashable = None  # of a root: what it is kept under
+    paths: int = 0  # pinned paths that end in this node
+    key: Hashable = None  # of a root
 
     def insert(self, child: Node) -> None:
         at = bisect_left(self.keys, child.tokens)
@@ -44,17 +44,17 @@ class Node:
 
 
 class Place(NamedTuple):
-    """Where a path ends: its last node. As all nodes it may be gone by now; the path is then computed again."""
+    """The end of a path: its last node. The node may have been evicted; the path is then computed again."""
 
     node: Node
-    resets: int  # of the tree, when the node was in it
-    tokens: int  # of the path, as far as it is here
+    resets: int  # the tree's reset count when the node was in it
+    tokens: int  # length of the path as far as it is cached
 
 
 @dataclass(frozen=True)
 class Match:
-    nodes: list[Node]  # full blocks that can be shared as they are
-    partial: Node | None = None  # a block whose first `partial_tokens` can be copied
+    nodes: list[Node]  # full blocks, which can be shared
+    partial: Node | None = None  # a block whose first `partial_tokens` tokens can be copied
     partial_tokens: int = 0
 
 
@@ -69,19 +69,19 @@ class PrefixTree:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every key, in whatever state the tree is. The pool must be reset with it."""
+        """Remove everything, whatever the tree's state. The pool must be reset with it."""
         self._resets += 1
-        self.tokens = 0  # tokens that nodes hold
+        self.tokens = 0  # in all nodes
         self._roots: dict[Hashable, Node] = {}
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of eviction candidates; stale entries are skipped
 
     def match(self, key: Hashable, tokens: Sequence[int], limit: int, place: Place | None = None) -> Match:
-        """The longest stored beginning of tokens[:limit]. `place`: of a path that they begin with."""
+        """The longest cached prefix of tokens[:limit]. place: the end of a path that is a prefix of the tokens."""
         now = next(self._clock)
-        node, nodes = self._above(key, place, now)
+        node, nodes = self._start_node(key, place, now)
         if node is None:
             return Match(nodes)
-        if place is not None and place.tokens == limit and place.node.parent is node:  # this is what is asked for
+        if place is not None and place.tokens == limit and place.node.parent is node:  # the path itself
             place.node.used, rest = now, limit - len(nodes) * self.block_size
             return Match(nodes, place.node, rest) if rest < self.block_size else Match([*nodes, place.node])
         while True:
@@ -96,8 +96,8 @@ class PrefixTree:
             nodes.append(best)
             node = best
 
-    def _above(self, key: Hashable, place: Place | None, now: int) -> tuple[Node | None, list[Node]]:
-        """Where to look for tokens from: the last full node before a place, with those above it; or the root."""
+    def _start_node(self, key: Hashable, place: Place | None, now: int) -> tuple[Node | None, list[Node]]:
+        """The node to start matching from, and its ancestors: the last full node before a place, or the root."""
         nodes: list[Node] = []
         if place is not None and place.resets == self._resets and place.node.parent is not None:
             node = place.node.parent
@@ -124,8 +124,8 @@ class PrefixTree:
         return best, common
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
-        """Enter tokens[:upto] of a sequence. Where the tree already has a full block with the same tokens, the sequence
-        takes that one and gives back its own, once its own is `stored` (before that, it is still to be written)."""
+        """Insert tokens[:upto] of a sequence. If the tree already has a full block with the same tokens, the sequence
+        shares that block and releases its own, provided its own is `stored`, that is, already written."""
         size = self.block_size
         node = chain.nodes[-1] if chain.nodes else self._roots.get(key) or Node((), ROOT, None, key=key)
         if chain.nodes and len(node.tokens) < size:
@@ -160,14 +160,14 @@ class PrefixTree:
             node.parent.insert(node)
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """A sequence let go of these nodes: those that nobody else holds may be evicted."""
+        """A sequence has released these nodes: those without other references become eviction candidates."""
         for node in nodes:
-            self._offer(node)
+            self._add_candidate(node)
 
-    def _offer(self, node: Node) -> None:
+    def _add_candidate(self, node: Node) -> None:
         if node.parent is not None and not node.children and self.pool.refs[node.block] == 1:
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
-            if len(self._leaves) > 2 * self.pool.blocks + 64:  # most of them stale
+            if len(self._leaves) > 2 * self.pool.blocks + 64:  # most are stale
                 latest = {id(entry[2]): entry for entry in self._leaves if entry[2].parent is not None}
                 self._leaves = list(latest.values())
                 heapq.heapify(self._leaves)
@@ -180,24 +180,23 @@ class PrefixTree:
             if node.parent is None or node.children or self.pool.refs[node.block] != 1:
                 continue
             if node.used != used:
-                self._offer(node)
+                self._add_candidate(node)
                 continue
             parent = node.parent
             self._unlink(node)
             freed += 1
-            self._offer(parent)
+            self._add_candidate(parent)
         self.evictions += freed
         return freed
 
-    def hold_end(
+    def pin_path(
         self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
     ) -> Place | None:  # fmt: skip
-        """Where the path tokens[:upto] ends, as far as it is here; `free_path` takes it back. `chain`: with which it
-        was entered."""
+        """Pin the end of the path tokens[:upto], as far as cached; `free_path` unpins it. chain: that inserted it."""
         nodes = chain.nodes if chain is not None else []
         if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
             end: Node | None = nodes[-1]
-        else:  # another's node has the end
+        else:  # the end is in a node of another sequence
             near = Place(nodes[-1], self._resets, -1) if nodes else None
             match = PrefixTree.match(self, key, tokens, upto, near)
             end = match.partial or (match.nodes[-1] if match.nodes else None)
@@ -208,8 +207,8 @@ class PrefixTree:
         return Place(end, self._resets, upto)
 
     def free_path(self, place: Place) -> int:
-        """A path is given up: nodes that no other path needs give their blocks back, from its end upwards, as far as
-        nothing goes on from them and nobody uses them; how many."""
+        """Unpin a path; free its nodes from the end up to one with children, other paths or references; returns how
+        many blocks were freed."""
         node, freed = place.node, 0
         if place.resets != self._resets:
             return freed
@@ -220,7 +219,7 @@ class PrefixTree:
             freed += 1
             node = parent
         if freed:
-            self._offer(node)
+            self._add_candidate(node)
         return freed
 
     def _unlink(self, node: Node) -> None:
@@ -233,7 +232,7 @@ class PrefixTree:
         self.pool.release(node.block)
 
     def clear(self) -> None:
-        """Forget every key. Blocks that sequences hold stay theirs."""
+        """Remove every node. Sequences keep their references to blocks."""
         for node in list(self.nodes()):
             node.parent = None
             self.pool.release(node.block)
@@ -250,10 +249,10 @@ class PrefixTree:
             stack.extend(node.children)
 
     def check(self) -> None:
-        """The shape of the tree: order, fullness, parents, live blocks, token count."""
+        """Raise unless order, fullness, parents, references and the token count are consistent."""
         total = 0
         if any(not root.children for root in self._roots.values()):
-            raise RuntimeError("the tree keeps a root that holds nothing")
+            raise RuntimeError("the tree has a root without children")
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -261,7 +260,7 @@ class PrefixTree:
                 raise RuntimeError(f"the children of block {node.block} are out of order")
             for child in node.children:
                 if child.parent is not node or not child.tokens or len(child.tokens) > self.block_size:
-                    raise RuntimeError(f"block {child.block} holds {len(child.tokens)} tokens under a wrong parent")
+                    raise RuntimeError(f"block {child.block} has {len(child.tokens)} tokens or a wrong parent")
                 if child.children and len(child.tokens) != self.block_size:
                     raise RuntimeError(f"block {child.block} has children and only {len(child.tokens)} tokens")
                 if self.pool.refs[child.block] == 0:
@@ -269,7 +268,7 @@ class PrefixTree:
                 total += len(child.tokens)
             stack.extend(node.children)
         if total != self.tokens:
-            raise RuntimeError(f"the tree counts {self.tokens} tokens and holds {total}")
+            raise RuntimeError(f"the tree counts {self.tokens} tokens, but its nodes have {total}")
 
 
 N = TypeVar("N")
@@ -277,7 +276,7 @@ N = TypeVar("N")
 
 @dataclass
 class Chain(Generic[N]):
-    """The blocks a sequence holds, in order, and the tree nodes its first ones are entered under."""
+    """The blocks of a sequence, in order, and the tree nodes of the first ones."""
 
     blocks: list[int] = field(default_factory=list)
     nodes: list[N] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Blocks and prefix tree of a model with recurrent layers: a prefix is found as far as the last state of it."""
+"""Blocks and prefix tree for models with recurrent layers: a prefix matches up to its last stored state."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Hashable, Sequence
 
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.prefix import Chain, Match, Node, Place, PrefixTree
-from plaudit.core.states import Name, StateBooks
+from plaudit.core.states import Name, StateTable
 
 
 class StatefulPool(BlockPool):
-    """A block that nobody holds has no state."""
+    """A pool that drops a block's states when the block is freed."""
 
-    def __init__(self, blocks: int, states: StateBooks) -> None:
+    def __init__(self, blocks: int, states: StateTable) -> None:
         self.states = states
         super().__init__(blocks)
 
@@ -47,7 +47,7 @@ class StatefulTree(PrefixTree):
         return Match([])
 
     def place(self, key: Hashable, tokens: Sequence[int]) -> Name | None:
-        """Where the state after these tokens belongs, if the tree has all of them."""
+        """The name of the state after these tokens, if the tree has all of them."""
         path = super().match(key, tokens, len(tokens))
         last = path.partial or (path.nodes[-1] if path.nodes else None)
         fill = path.partial_tokens or self.block_size
@@ -56,7 +56,7 @@ class StatefulTree(PrefixTree):
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
         own = list(chain.blocks)
-        unshared = own[len(chain.nodes) :]  # which may be given back for others with the same tokens
+        unshared = own[len(chain.nodes) :]  # may be replaced by shared blocks with the same tokens
         for block in unshared:
             self.pool.retain(block)
         super().extend(key, chain, tokens, upto, stored=stored)

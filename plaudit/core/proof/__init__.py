@@ -1,1 +1,2 @@
-"""What the core accepts is proved: a model's stand-in is run by transformers and by the core, and both must agree."""
+"""Proof that the core computes a model correctly: a small stand-in is run by transformers and by the core, and both
+must agree."""

@@ -1,4 +1,4 @@
-"""What a model gives by itself: transformers alone, with the model's own eager attention."""
+"""Reference outputs of a model: plain transformers, with the model's own eager attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plaudit.core.model.packing import trunk
 
 @contextmanager
 def eager(module: Any) -> Iterator[None]:
-    """The module attends by its own code inside, and as before outside."""
+    """Use the module's own eager attention in this context."""
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
@@ -25,7 +25,7 @@ def eager(module: Any) -> Iterator[None]:
 
 
 def own_rows(module: nn.Module, ids: Sequence[int], first: int | None = None) -> Tensor:
-    """(T, hidden): the trunk's rows of one sequence. `first`: the position of its first token."""
+    """The trunk's hidden rows of one sequence, (T, hidden). first: the position of its first token."""
     row = torch.tensor([list(ids)], device=next(module.parameters()).device)
     options = {} if first is None else {"position_ids": first + torch.arange(len(ids), device=row.device)[None]}
     with eager(module):
@@ -35,7 +35,7 @@ def own_rows(module: nn.Module, ids: Sequence[int], first: int | None = None) ->
 
 
 def own_outputs(module: nn.Module, ids: Sequence[int]) -> Tensor:
-    """What the head says: (T, vocabulary or labels), or (labels,) of a whole sequence."""
+    """The head's outputs: (T, vocabulary or labels), or (labels,) for a whole sequence."""
     row = torch.tensor([list(ids)], device=next(module.parameters()).device)
     with eager(module):
         out = module(input_ids=row, use_cache=False)
@@ -44,8 +44,8 @@ def own_outputs(module: nn.Module, ids: Sequence[int]) -> Tensor:
 
 
 def own_steps(module: nn.Module, ids: Sequence[int], prompt: int) -> Tensor:
-    """(T - prompt, hidden): rows of the tokens after the prompt, decoded one by one through the model's own cache. With
-    their positions, as `generate` calls it: left to itself Bamba begins at position 0 again at every step."""
+    """Hidden rows of the tokens after the prompt, (T - prompt, hidden), decoded one by one with the model's own cache.
+    Positions are passed, as `generate` does: without them Bamba starts at position 0 in every step."""
     row = torch.tensor([list(ids)], device=next(module.parameters()).device)
     body, cache, rows = trunk(module), None, []
     takes = "position_ids" in inspect.signature(body.forward).parameters

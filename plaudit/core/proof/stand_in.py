@@ -1,7 +1,7 @@
-"""A small model that stands in for a large one: the same classes and the same config, in which only sizes differ.
+"""Builds a stand-in: a small model with the classes and the config of a large one, in which only sizes differ.
 
-Widths, expert counts and the vocabulary shrink; windows, chunks and the positions at which something changes shrink to
-what LENGTH tokens cross; every flag and every factor stays. Weights are drawn so large that each factor shows.
+Widths, expert counts and the vocabulary are reduced; windows, chunks and position thresholds are reduced so that LENGTH
+tokens cross them; every flag and factor is kept. Weights are so large that each factor has a measurable effect.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from plaudit.models.heads.value_head import ValueModel
 from plaudit.models.positions import SHIFTING, rope_tables
 from plaudit.models.quiet import quiet
 
-LENGTH = 64  # tokens of the longest sequence that a stand-in is tried with
+LENGTH = 64  # tokens of the longest sequence in a trial
 POSITIONS = 4 * LENGTH
 WIDTH, HEADS, HEAD = 64, 4, 16
 EDGE = 7  # tokens of a window or a chunk
-TURN = 24  # the position from which on something is scaled
+TURN = 24  # the position from which scaling applies
 VOCABULARY = 160
 INNER = 96
 
-# What the configs of transformers call a size, and what it shrinks to.
+# The names of sizes in transformers' configs, and their values in a stand-in.
 NAMES: list[tuple[int, str]] = [
     (WIDTH, """hidden_size n_embd d_model dim embedding_size emb_dim word_embed_proj_dim input_size pooler_hidden_size
         backbone_hidden_size lru_width attention_hidden_size hidden_size_global"""),
@@ -65,7 +65,7 @@ KEY_HEADS = (
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config, of a model that takes milliseconds to make and to run."""
+    """A copy of the config for a model that takes milliseconds to create and run."""
     small: Any = copy.deepcopy(config)
     for part in _parts(small):
         _shrink(part)
@@ -94,14 +94,14 @@ def _shrink(config: Any) -> None:
             setattr(config, name, _within(value))
     if (
         values.get("qk_rope_head_dim") and "qk_nope_head_dim" in values
-    ):  # their ratio may stand in the rotary parameters
+    ):  # the rotary parameters may depend on their ratio
         rotated = config.qk_rope_head_dim
         config.qk_nope_head_dim = rotated * values["qk_nope_head_dim"] // values["qk_rope_head_dim"]
         config.qk_head_dim = config.qk_nope_head_dim + rotated
     if "qk_rope_head_dim" in values and values.get("head_dim") is not None:  # one of the sizes of a compressed head
         known = ("qk_rope_head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
         config.head_dim = getattr(config, next((n for n in known if values["head_dim"] == values.get(n)), "head_dim"))
-    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0) > 0:  # attends to two rows side by side
+    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0) > 0:  # attends over two rows
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
     _shrink_mamba(config, values)
@@ -109,8 +109,8 @@ def _shrink(config: Any) -> None:
 
 
 def _shrink_rope(config: Any, values: dict[str, Any], heads: Any) -> None:
-    """Angles by time, height and width make up half a head, or what is rotated of it; so do longrope's factors, which
-    change beyond what is tried."""
+    """The sections for time, height and width add up to half the rotated head size, as do longrope's factors, whose
+    threshold is beyond the tested lengths."""
     head = values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1)
     for table in rope_tables(config):
         sections = table.get("mrope_section")
@@ -129,7 +129,7 @@ def _shrink_rope(config: Any, values: dict[str, Any], heads: Any) -> None:
 
 
 def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:
-    """Heads of a Mamba layer make up its width, which is a multiple of the model's; 64 tokens cross several chunks."""
+    """A Mamba layer's heads add up to its width, a multiple of the model's; 64 tokens span several chunks."""
     if not any(name in values for name in ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads")):
         return
     width = config.hidden_size * int(values.get("mamba_expand") or 2)
@@ -148,7 +148,7 @@ def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:
 
 
 def _shrunk_value(name: str, value: Any) -> Any:
-    if isinstance(value, (list, tuple)):  # of every layer
+    if isinstance(value, (list, tuple)):  # one per layer
         return type(value)(_shrunk_value(name, each) for each in value)
     return min(value, SIZES[name]) if name in SIZES and type(value) is int and value > 0 else value
 
@@ -165,18 +165,18 @@ def _shrunk_table(table: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _within(value: Any) -> Any:
-    """A special token's id inside the smaller vocabulary."""
+    """A special token's id within the smaller vocabulary."""
     if isinstance(value, (list, tuple)):
         return type(value)(_within(each) for each in value)
     return value % VOCABULARY if isinstance(value, int) and value >= VOCABULARY else value
 
 
 def stand_in(module: nn.Module, seed: int) -> nn.Module:
-    """A small model of the module's classes, on its device, in float32 and in eval mode."""
+    """A small model with the module's classes, on its device, in float32 and in eval mode."""
     if isinstance(module, ValueModel):
         made: nn.Module = ValueModel(stand_in(module.trunk, seed))
     elif not isinstance(module, PreTrainedModel):
-        raise TypeError(f"{type(module).__name__} is no class of transformers that a config makes a model of")
+        raise TypeError(f"{type(module).__name__} is not a transformers model class that can be built from a config")
     else:
         config = shrunk(module.config)
         made = _made(type(module), config)
@@ -189,7 +189,7 @@ def stand_in(module: nn.Module, seed: int) -> nn.Module:
 
 
 def _fewer(whole: nn.Module, config: Any, kinds: list[tuple[Any, ...]], first: int) -> nn.Module:
-    """A model of the first layers only, if its config can say so; else the whole one."""
+    """A model with only the first layers, if its config can express that; else the whole one."""
     try:
         few = _made(type(whole), _cut(config, len(kinds), first))
     except Exception:
@@ -210,7 +210,7 @@ def _layers(module: nn.Module) -> nn.ModuleList | list[nn.Module]:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells a layer from another of its model: classes, flags and shapes, but not its number or its weights."""
+    """What distinguishes layers of a model: classes, flags and shapes, but not the layer number or weights."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (
@@ -222,7 +222,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _cut(config: Any, count: int, first: int) -> Any:
-    """The config of a model of the first layers only."""
+    """The config of a model with only the first layers."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
     for name, value in vars(text).items():
@@ -233,7 +233,7 @@ def _cut(config: Any, count: int, first: int) -> Any:
 
 
 def tokens_for(module: nn.Module, seed: int, length: int) -> list[int]:
-    """Random token ids that mean nothing special to the model."""
+    """Random token ids without special tokens."""
     config = module.config
     special: set[Any] = set()
     for part in _parts(config):
@@ -245,7 +245,7 @@ def tokens_for(module: nn.Module, seed: int, length: int) -> list[int]:
 
 
 def stir(module: nn.Module, seed: int) -> None:
-    """Weights so large that every factor, cap and window shows in the rows."""
+    """Set weights so large that every factor, cap and window affects the hidden rows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in module.named_parameters():

@@ -1,7 +1,7 @@
-"""Which models the core can run: those whose stand-in passes the trial (trial.py), and whose own weights a short check.
+"""Decides whether the core can run a model: its stand-in must pass the trial (trial.py), its own weights a short check.
 
-A few are refused by name before that, where the name says it more plainly. A verdict is kept on disk (verdict.py), so
-that a model is tried once on a machine.
+A few models are refused by name first, where that gives a clearer reason. The verdict is cached on disk (verdict.py),
+so that a model is tested once per machine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from plaudit.core.proof.trial import Refused, Trial, Watch, lean_fits, operation
 from plaudit.core.proof.verdict import Verdict, keep, key_of, recall
 from plaudit.errors import ModelError, one_line
 
-# Families with recurrent layers that do not keep their state where mixers do (model/mixers.py), or have no attention.
+# Families whose recurrent layers keep their state elsewhere than mixers do (model/mixers.py), or without attention.
 RECURRENT = frozenset(
     {"falcon_mamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm"}
 )
-SEEDS = (0, 1)  # of a stand-in's weights: experts whose scores are equal to the rounding may go either way once
+SEEDS = (0, 1)  # of a stand-in's weights: with one seed, nearly equal expert scores may round either way
 
 
 def inspect(module: nn.Module) -> Decoder:
-    """The module as a Decoder, or a ModelError that says why not."""
+    """The module as a Decoder; raises ModelError with the reason if the core cannot run it."""
     base, kind, verdict = accepted(module)
     was_training = base.training
     base.eval()
@@ -41,11 +41,14 @@ def inspect(module: nn.Module) -> Decoder:
 
 
 def accepted(module: nn.Module) -> tuple[nn.Module, Kind, Verdict]:
-    """What can be said without the module's own weights, which may take a trial; or a ModelError. Ranks that share a
-    module say it before they wait for each other."""
+    """The base model, its kind and its verdict, without using the module's own weights; raises ModelError if the core
+    cannot run it. May run a trial. Ranks that share a module call it before they wait for each other."""
     if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-        raise ModelError(f"{type(module).__name__} puts learned tokens before every prompt, which the core does not do")
-    inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers live inside the model it adapts
+        raise ModelError(
+            f"{type(module).__name__} uses prompt learning (learned tokens before every prompt), which the core does "
+            "not support: use LoRA"
+        )
+    inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers are in the model it adapts
     base: nn.Module = inner() if inner is not None else module
     config: Any = getattr(base, "config", None)
     if config is None:
@@ -76,7 +79,7 @@ def _tried(module: nn.Module, kind: Kind) -> Verdict:
         try:
             small = stand_in(module, seed)
         except Exception as error:
-            return Verdict(f"cannot be tried: no small model of its config can be made: {one_line(error)}", False)
+            return Verdict(f"cannot be tested: no small model can be built from its config: {one_line(error)}", False)
         try:
             with torch.inference_mode():
                 return Verdict(None, Trial(small, kind).run())
@@ -98,26 +101,26 @@ def _refuse_by_name(name: str, config: Any) -> None:
     if not hasattr(text, "vocab_size"):
         raise ModelError(f"{name} ({family}) has no vocab_size; the core runs models of tokens")
     if getattr(text, "index_topk", None) or any("sparse" in t or "compress" in t for t in layers):
-        raise ModelError(f"{name} ({family}) attends to the keys that an indexer picks; the core attends to all")
+        raise ModelError(f"{name} ({family}) attends only to the keys that an indexer selects; the core attends to all")
 
 
 def _refuse_layers(base: nn.Module, config: Any) -> None:
-    """A model with recurrent layers must have them all as mixers."""
+    """Raise ModelError unless all recurrent layers are mixers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = [kind for kind in getattr(text, "layer_types", None) or () if _recurrent(kind)]
     mixers, name = mixers_of(base), f"{type(base).__name__} ({text.model_type})"
     if text.model_type in RECURRENT or (kinds and not mixers):
         lists = [part for part in base.modules() if isinstance(part, nn.ModuleList) and len(part)]
         layer = type(mixers[0] if mixers else lists[0][0]).__name__
-        raise ModelError(f"{name} mixes tokens with recurrent layers that the core does not know: {layer}")
+        raise ModelError(f"{name} has recurrent layers that the core does not support: {layer}")
 
 
 def _recurrent(kind: str) -> bool:
     return any(word in kind for word in ("mamba", "linear", "conv", "recurrent"))
 
 
-# The real weights, in their own dtype. That the core computes what the classes do is proved; this finds weights that
-# are damaged, a part that was replaced, and a rank's part that does not fit the others.
+# The check of the real weights, in their own dtype. The trial has proved that the core computes what the classes do;
+# this detects damaged weights, replaced submodules, and a rank's shard that does not fit the others.
 
 
 def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
@@ -127,11 +130,11 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
     together, watch = watched(decoder, packed)
     _check_finite(decoder, together)
     alone = torch.cat([own_rows(decoder.module, part) for part in (first, second)])
-    _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
+    _compare(decoder, together, alone, "gives different rows packed than alone: it mixes tokens outside attention")
     if decoder.kind == "causal":
-        said, ours = own_outputs(decoder.module, first), decoder.logits(alone[: len(first)])
-        _check_finite(decoder, said)
-        _compare(decoder, ours, said, "does something to its logits that is not known")
+        expected, ours = own_outputs(decoder.module, first), decoder.logits(alone[: len(first)])
+        _check_finite(decoder, expected)
+        _compare(decoder, ours, expected, "changes its logits in a way that the core does not support")
     layers = max(len(watch.shapes), decoder.config.num_hidden_layers)
     shapes = [watch.shapes.get(i, NOTHING) for i in range(layers)]
     checked = Decoder(decoder.module, decoder.kind, shapes, watch.states)
@@ -142,7 +145,7 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
 
 
 def _lean(decoder: Decoder, packed: Packed, rows: Tensor, watch: Watch) -> LeanTrunk | None:
-    """The trunk in few calls, if this module has the parts that its classes had in the trial."""
+    """The lean trunk, if this module has the submodules that its classes had in the trial."""
     operations = operations_for(decoder.device)
     if operations is None or not lean_fits(decoder, watch, operations):
         return None
@@ -160,9 +163,9 @@ def _check_finite(decoder: Decoder, values: Tensor) -> None:
         if bad := int((~torch.isfinite(weights)).sum()):
             raise ModelError(
                 f"{name}; its weights are damaged: {bad} of {weights.numel()} in {parameter} are not finite: copy the "
-                "model again, or take an earlier checkpoint"
+                "model again, or use an earlier checkpoint"
             )
-    raise ModelError(f"{name}; its weights are, and overflow in {decoder.dtype}: load it in float32 or bfloat16")
+    raise ModelError(f"{name}; its weights are finite but overflow in {decoder.dtype}: load it in float32 or bfloat16")
 
 
 def _compare(decoder: Decoder, got: Tensor, expected: Tensor, fault: str) -> None:
@@ -175,6 +178,7 @@ def _close(decoder: Decoder, got: Tensor, expected: Tensor) -> bool:
 
 
 def _distance(got: Tensor, expected: Tensor) -> float:
-    """Of all rows together: in half precision a single number may be far off where two experts are nearly equal."""
+    """The relative norm of the difference over all rows: in half precision single values may differ a lot where two
+    experts are nearly equal."""
     difference = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)
     return float(difference)

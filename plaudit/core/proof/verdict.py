@@ -1,4 +1,4 @@
-"""What a trial has found, kept on disk: it holds for as long as the model's code, ours and the config stay the same."""
+"""The result of a trial, cached on disk: valid as long as the model's code, our code and the config are unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from plaudit.output import write_atomically
 
-# Of a config, what no trial depends on: a stand-in has its own weights, in float32.
+# Config entries that do not affect a trial: a stand-in has its own weights, in float32.
 IDLE = {
     "_name_or_path",
     "architectures",
@@ -33,7 +33,7 @@ IDLE = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """refused   why the core cannot run the model; the end of a sentence that begins with its name
+    """refused   why the core cannot run the model, as the end of a sentence that begins with its name
     lean      whether the lean trunk may be used for it
     """
 
@@ -44,7 +44,7 @@ class Verdict:
 def recall(key: str) -> Verdict | None:
     try:
         return Verdict(**json.loads((_home() / f"{key}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none yet, or half a file: the trial is run again
+    except (OSError, ValueError, TypeError):  # no file, or an incomplete one: the trial is run again
         return None
 
 
@@ -52,12 +52,12 @@ def keep(key: str, verdict: Verdict) -> None:
     try:
         _home().mkdir(parents=True, exist_ok=True)
         write_atomically(_home() / f"{key}.json", json.dumps(asdict(verdict)))
-    except OSError:  # a disk that is full or read-only: the next load runs the trial again
+    except OSError:  # the disk is full or read-only: the next load runs the trial again
         return
 
 
 def key_of(module: nn.Module, kind: str) -> str:
-    """Of everything that a verdict depends on."""
+    """A hash of everything that a verdict depends on."""
     code = sorted({_code(type(part)) for part in module.modules()})  # type: ignore[arg-type]
     facts = [
         kind, type(module).__qualname__, torch.__version__, transformers.__version__, sys.version, platform.machine(),
@@ -81,13 +81,13 @@ def _device(device: torch.device) -> str:
 
 @functools.cache
 def _code(kind: type) -> str:
-    """A class and the file it comes from; of torch the version is enough."""
+    """A class and a hash of its source file; for torch the version is sufficient."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("torch."):
         return name
     try:
         return f"{name} {_digest(Path(inspect.getfile(kind)))}"
-    except (TypeError, OSError):  # made in an interactive session
+    except (TypeError, OSError):  # defined in an interactive session
         return name
 
 

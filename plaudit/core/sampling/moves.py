@@ -1,5 +1,5 @@
-"""What moves single logits before the temperature, in vLLM's order: biases, forbidden tokens and endings, penalties.
-Then what a constraint forbids.
+"""Logit processors before the temperature, in vLLM's order: biases, forbidden and early end tokens, allowed tokens,
+penalties; then constraints.
 
 Shapes: B rows, V vocabulary, E entries (row, token), A rows with allowed tokens, C rows with a constraint.
 """
@@ -26,7 +26,7 @@ class Moves:
         self.biased = torch.tensor(rows, device=device).long(), torch.tensor(tokens, device=device).long()
         self.bias_E = torch.tensor(values, device=device)
         pairs = [(row, t) for row, p in enumerate(params) if p.min_tokens > 0 for t in sorted(stop_ids[row])]
-        self.endings = tuple(torch.tensor(pairs, device=device).long().reshape(-1, 2).T)  # before min_tokens of the row
+        self.endings = tuple(torch.tensor(pairs, device=device).long().reshape(-1, 2).T)  # forbidden before min_tokens
         self.minimum = torch.tensor([p.min_tokens for p in params], device=device)
         allowing = [row for row, p in enumerate(params) if p.allowed_token_ids is not None]
         barred_AV = torch.ones(len(allowing), vocabulary, dtype=torch.bool)
@@ -52,10 +52,10 @@ class Moves:
         if self.constraints:
             drawn = tokens_B.tolist()
             for row, constraint in self.constraints:
-                constraint.take(drawn[row])
+                constraint.consume(drawn[row])
 
     def applied(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """A new tensor. positions: how many tokens each row has generated so far."""
+        """The processed logits, a new tensor. positions: how many tokens each row has generated so far."""
         dtype = logits_BV.dtype
         moved_BV = logits_BV.index_put(self.biased, self.bias_E.to(dtype), accumulate=True)
         early_E = (positions_B < self.minimum)[self.endings[0]]

@@ -1,4 +1,4 @@
-"""The noise of a draw: a pure function of (seed, sample index, output position, token id).
+"""The Gumbel noise of a draw: a pure function of (seed, sample index, output position, token id).
 
     row   = mix64(mix64(seed) + index)
     step  = mix64(row + (position + 1) * 0x9E3779B97F4A7C15)          # 64 bits, low and high half
@@ -8,7 +8,7 @@
     u     = ((x & 0x7FFFFFFF) + 0.5) / 2**31, at most 1 - 2**-24
     noise = -log(-log1p(-u))                                          # float32
 
-It is written in integer arithmetic that any device repeats exactly. Shapes: B rows, V vocabulary.
+The integer arithmetic gives the same bits on every device. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _signed(x: int, bits: int) -> int:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """`mix64` on int64 tensors, whose products wrap and whose shifts must be masked to be logical."""
+    """`mix64` on int64 tensors: products wrap, and shifts are masked to be logical."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
     return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, with vLLM's meaning: over what each row has so far.
+"""Repetition, presence and frequency penalties over each row's tokens so far, as vLLM defines them.
 
 Shapes: B rows, P of them penalised, V vocabulary.
 """
@@ -15,8 +15,8 @@ from plaudit.core.sampling.sampling_params import SamplingParams
 
 
 class Penalties:
-    """seen    (P, V) bool: tokens of the prompt and of what was generated
-    counts  (P, V) how often each was generated
+    """seen    (P, V) bool: tokens of the prompt and generated tokens
+    counts  (P, V) how often each token was generated
     """
 
     def __init__(self, params: Sequence[SamplingParams], rows: list[int], hashes: Tensor) -> None:
@@ -31,7 +31,7 @@ class Penalties:
         self.counts_PV = torch.zeros(len(rows), len(hashes), device=hashes.device)
 
     def begin(self, tokens: Sequence[Sequence[int]], prompts: Sequence[int]) -> None:
-        """From the tokens of all rows: what ran before this, and was perhaps thrown away, does not count."""
+        """Set the counts from the tokens of all rows; earlier draws, which may have been discarded, are forgotten."""
         vocabulary = self.counts_PV.shape[1]
         for i, row in enumerate(self.rows_P.tolist()):
             counts = np.bincount(np.asarray(tokens[row][prompts[row] :], dtype=np.int64), minlength=vocabulary)
@@ -40,7 +40,7 @@ class Penalties:
             self.seen_PV[i] = torch.from_numpy(whole > 0)
 
     def note(self, tokens_B: Tensor) -> None:
-        """What each row has drawn. Rows that have ended draw on, and nobody reads it."""
+        """Add the token that each row has drawn. Finished rows keep drawing, which is discarded."""
         drawn_P1 = tokens_B[self.rows_P][:, None]
         self.seen_PV.scatter_(1, drawn_P1, True)
         self.counts_PV.scatter_add_(1, drawn_P1, torch.ones_like(self.repetition))

@@ -1,8 +1,8 @@
-"""Sampling: from logits to tokens, for a whole batch at once and for each row as if it were alone.
+"""Sampling: draws tokens from logits for a whole batch at once, with the same result for each row in any batch.
 
 A token is drawn by adding Gumbel noise to the log-probabilities and taking the largest. The noise is a pure function of
-(seed, sample index, output position, token id), see `noise.py`. So a sample depends on nothing around it, and a
-preempted sequence goes on as if nothing had happened.
+(seed, sample index, output position, token id), see `noise.py`. So a sample does not depend on the rest of the batch,
+and a preempted sequence continues with the same tokens.
 
 Shapes: B rows, V vocabulary, F rows that are filtered.
 """
@@ -23,7 +23,7 @@ from plaudit.core.sampling.sampling_params import SamplingParams
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """Of each row; numpy's is five times faster than torch's on a CPU. Both take the first of equals."""
+    """Argmax of each row; numpy's is five times faster than torch's on a CPU. Both take the first of equal values."""
     return torch.from_numpy(x.numpy().argmax(axis=1)) if x.device.type == "cpu" else x.argmax(dim=1)
 
 
@@ -31,13 +31,13 @@ def _argmax(x: Tensor) -> Tensor:
 class Drawn:
     tokens: Tensor  # (B,) int64
     logprobs: Tensor  # (B,) float32, under the distribution that was sampled
-    raw_logprobs: Tensor  # (B,) float32, temperature 1 and nothing applied
-    tempered: Tensor | None = None  # (B,) under the whole softmax at each row's temperature; None: all as `logprobs`
-    top: tuple[Tensor, Tensor] | None = None  # (B, N) the likeliest tokens and their raw log-probs, where asked for
+    raw_logprobs: Tensor  # (B,) float32, at temperature 1 without any processing
+    tempered: Tensor | None = None  # (B,) under the full softmax at each row's temperature; None: same as `logprobs`
+    top: tuple[Tensor, Tensor] | None = None  # (B, N) the most likely tokens and their raw log-probs, if requested
 
 
 class Sampler:
-    """The options of a batch's rows as tensors. `draw` has no host decisions that depend on tensor values."""
+    """The sampling parameters of a batch as tensors. `draw` has no host decisions that depend on tensor values."""
 
     def __init__(
         self, params: Sequence[SamplingParams], keys: Sequence[int], stop_ids: Sequence[frozenset[int]],
@@ -52,7 +52,7 @@ class Sampler:
         self.any_greedy = any(t == 0 for t in temperatures)
         self.inverse = torch.tensor([1 / t if t > 0 else 1.0 for t in temperatures], device=device)[:, None]
         self.tempered = any(t not in (0, 1) for t in temperatures)
-        distinct = {id(p): p for p in params}  # many rows have the same
+        distinct = {id(p): p for p in params}  # many rows share one
         self.moves = Moves(params, stop_ids, hashes) if any(p.moves for p in distinct.values()) else None
         self.top = max((p.top_logprobs for p in distinct.values()), default=0)
         reshapes = {number: p.reshapes for number, p in distinct.items()}
@@ -67,30 +67,29 @@ class Sampler:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether the sampling kernels know all of it: temperature and truncation."""
+        """Whether the sampling kernels support all its options: temperature and truncation."""
         return self.moves is None and self.top == 0
 
     def begin(
         self, tokens: Sequence[Sequence[int]], prompts: Sequence[int], constraints: Sequence[Constraint | None]
     ) -> None:  # fmt: skip
-        """What the rows have before the next draw: `tokens`, of which the first `prompts` are the prompt's."""
+        """Set the rows' tokens before the next draw; the first `prompts` of each are the prompt."""
         if self.moves is not None:
             self.moves.begin(tokens, prompts, constraints)
 
     def note(self, tokens_B: Tensor) -> None:
-        """What they have drawn since."""
+        """Add the token that each row has drawn."""
         if self.moves is not None:
             self.moves.note(tokens_B)
 
     def noise(self, positions: Tensor) -> Tensor:
-        """positions (..., B) -> what `draw` adds at these positions, (..., B, V). It does not depend on logits, so it
-        can be made for many steps at once."""
+        """positions (..., B) -> the noise that `draw` adds, (..., B, V), of many steps at once: it needs no logits."""
         if self.all_greedy:
             return torch.zeros(*positions.shape, 1, device=positions.device)
         return gumbel(self.keys, positions, self.hashes)
 
     def draw(self, logits_BV: Tensor, positions_B: Tensor, noise_BV: Tensor | None = None) -> Drawn:
-        """logits: float32. positions: how many tokens each row has generated so far. noise: if it is made already."""
+        """logits: float32. positions: how many tokens each row has generated so far. noise: if already computed."""
         shaped_BV = self._shaped(logits_BV, positions_B)
         if self.all_greedy:
             noisy_BV = shaped_BV
@@ -99,7 +98,7 @@ class Sampler:
             if self.any_greedy:
                 noisy_BV = torch.where(self.greedy[:, None], shaped_BV, noisy_BV)
         tokens_B = _argmax(noisy_BV)
-        fused = on_kernel(logits_BV)  # with the bits of a decode graph's draw, and of a learner
+        fused = on_kernel(logits_BV)  # bit-equal to a decode graph's draw and to a learner
         plain_B = torch.ones_like(self.inverse[:, 0])
         raw_B = kernel_logprobs(logits_BV, tokens_B, plain_B)[0] if fused else token_logprobs_of(logits_BV, tokens_B)
         top = top_logprobs(logits_BV, self.top) if self.top else None
@@ -122,7 +121,7 @@ class Sampler:
         return logits_BV * self.inverse.to(logits_BV.dtype) if self.tempered else logits_BV
 
     def _shaped(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """Moves, temperature and filters. Returns the logits themselves where none applies."""
+        """Apply moves, temperature and filters. Returns the logits themselves if none applies."""
         shaped_BV = logits_BV if self.moves is None else self.moves.applied(logits_BV, positions_B)
         shaped_BV = self._tempered(shaped_BV)
         if len(self.filtered):
@@ -130,7 +129,7 @@ class Sampler:
         return shaped_BV
 
     def _kept(self, logits_FV: Tensor) -> Tensor:
-        """top_k, then top_p, then min_p; ties go to the lower token id, and the best token always stays."""
+        """Apply top_k, then top_p, then min_p; ties go to the lower token id, and the best token always stays."""
         ordered_FV, order_FV = torch.sort(logits_FV, dim=1, descending=True, stable=True)
         rank_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
         drop_FV = rank_V >= self.top_k

@@ -1,4 +1,4 @@
-"""What to sample and when to stop; checked when it is made."""
+"""The sampling parameters of a request, validated on creation."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ CORE_ONLY = {
     "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "allowed_token_ids": None,
     "bad_words_ids": (), "json_schema": None, "regex": None, "top_logprobs": 0, "prompt_logprobs": None,
 }  # fmt: skip
-COLDEST = 1e-30  # divided by less, logits leave the range of float32
+COLDEST = 1e-30  # below this temperature logits overflow float32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's options.
+    """The sampling parameters of one request.
 
     n               samples per prompt
-    temperature     0 takes the most likely token; the distribution that was sampled then gives it log-prob 0
-    top_k, top_p, min_p   applied after the temperature, in this order; 0, 1 and 0 switch them off
-    stop            strings that end the text; the text ends before them, the tokens keep them
-    stop_token_ids  tokens that end the sample, besides the model's end-of-sequence tokens; they are kept as tokens
-    max_tokens      None: as far as the model's positions reach
-    min_tokens      no end-of-sequence or stop token before this many; stop strings count from there on too
-    logit_bias      token id -> what is added to its logit
-    repetition_penalty    over the prompt and what was generated: divides positive logits, multiplies others
-    presence_penalty, frequency_penalty   over what was generated: taken off the logit, once or for each time
-    allowed_token_ids     only these may come; None: all
-    bad_words_ids         tokens that never come
+    temperature     0 takes the most likely token, whose log-prob under the sampled distribution is then 0
+    top_k, top_p, min_p   applied after the temperature, in this order; 0, 1 and 0 disable them
+    stop            strings that end the text; the text ends before them, their tokens are kept
+    stop_token_ids  tokens that end the sample, in addition to the model's end-of-sequence tokens; they are kept
+    max_tokens      None: as many as the model has positions for
+    min_tokens      no end-of-sequence or stop token before this many; stop strings are ignored before it too
+    logit_bias      token id -> the value added to its logit
+    repetition_penalty    over the prompt and the generated tokens: divides positive logits, multiplies others
+    presence_penalty, frequency_penalty   over the generated tokens: subtracted from the logit once, or per occurrence
+    allowed_token_ids     only these tokens may be sampled; None: all
+    bad_words_ids         tokens that are never sampled
     json_schema, regex    what the response must match (extra `structured`); a schema may be a mapping or JSON
-    top_logprobs    how many of the likeliest tokens are told in place of each sampled one
-    prompt_logprobs None: nothing; else the log-prob of each prompt token, and this many of the likeliest in its place
+    top_logprobs    number of most likely tokens to report at each position
+    prompt_logprobs None: nothing; else the log-prob of each prompt token, and this many of the most likely ones there
     seed            None: from the engine's seed and the number of the request
-    priority        higher goes first; waiting makes up for it, so that nothing starves
+    priority        higher is scheduled first; waiting raises it, so that nothing starves
     deadline        seconds after submission at which the request is aborted
-    salt            only requests with the same one share KV, so that the time one takes tells nothing of the others
+    salt            only requests with the same salt share KV, so that response times reveal nothing to other tenants
     """
 
     n: int = 1
@@ -92,17 +92,17 @@ class SamplingParams:
 
     @property
     def moves(self) -> bool:
-        """Whether single logits are moved before the temperature."""
+        """Whether logits are changed before the temperature."""
         forbids = self.min_tokens > 0 or self.allowed_token_ids is not None or bool(self.bad_words_ids)
         return forbids or self.constrained or self.penalises or bool(self.logit_bias)
 
     @property
     def reshapes(self) -> bool:
-        """Whether more than a temperature makes the distribution that is sampled."""
+        """Whether the sampled distribution differs from the softmax at the temperature."""
         return self.temperature > 0 and (self.truncates or self.moves)
 
     def core_only(self) -> list[str]:
-        """The options in use that engines of other projects are not told."""
+        """The options in use that only the core supports; they are not passed to engines of other projects."""
         return [name for name, off in CORE_ONLY.items() if getattr(self, name) != off]
 
     def _check_numbers(self) -> None:
@@ -135,8 +135,9 @@ class SamplingParams:
         beside = [name for name in others[self.json_schema is None :] if getattr(self, name)]
         if self.constrained and beside:
             raise RequestError(
-                f"{' and '.join(beside)} cannot go with {'regex' if self.json_schema is None else 'json_schema'}, "
-                "which says itself which tokens come and where the end is: leave one of them out"
+                f"{' and '.join(beside)} cannot be combined with "
+                f"{'regex' if self.json_schema is None else 'json_schema'}, which determines the tokens and the end "
+                "itself: leave one of them out"
             )
         filters = [
             f"{name}={getattr(self, name)}"
@@ -145,8 +146,8 @@ class SamplingParams:
         ]
         if self.temperature == 0 and filters:
             raise RequestError(
-                f"temperature 0 takes the most likely token, so {', '.join(filters)} cannot matter: leave it out, "
-                "or set a temperature above 0"
+                f"temperature 0 takes the most likely token, so {', '.join(filters)} has no effect: leave it out, or "
+                "set a temperature above 0"
             )
 
 
@@ -160,7 +161,7 @@ def _single(word: int | Sequence[int]) -> int:
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in texts:
-        raise RequestError("stop holds an empty string, which ends every text at once: take it out")
+        raise RequestError("stop has an empty string, which ends every text at once: remove it")
     return texts
 
 

@@ -81,7 +81,7 @@ def take(engine: Engine, message: dict[str, Any]) -> None:
         return
     try:
         if parcel.handover.tokens and parcel.handover.version == engine.version:
-            engine.take_kv(parcel.handover)
+            engine.import_kv(parcel.handover)
     finally:
         parcel.close()
 

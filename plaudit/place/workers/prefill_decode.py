@@ -72,7 +72,7 @@ class PrefillEngine(CoreRole):
             self.release(number)
 
     def _pack(self, prompt: list[int], salt: str) -> dict[str, Any]:
-        parcel = Parcel(self.engine.give_kv(prompt, salt))
+        parcel = Parcel(self.engine.export_kv(prompt, salt))
         self._parcels[parcel.message["id"]] = parcel
         return parcel.message
 

@@ -121,7 +121,7 @@ class Worker(SocketWorker[frames.Frame]):
         if parcels is None or len(sample.prompt_ids) + 1 >= self.engine.decoder.max_positions:
             return sample
         if sample.group not in parcels:
-            parcels[sample.group] = Parcel(self.engine.give_kv(sample.prompt_ids))
+            parcels[sample.group] = Parcel(self.engine.export_kv(sample.prompt_ids))
         return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
 
     def _tell(self, message: dict[str, Any]) -> None:
