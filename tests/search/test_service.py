@@ -150,7 +150,7 @@ def test_a_chat_whose_answer_was_searched_for(server: ServerProcess) -> None:
         ({"search": {"budget": {"generated": 0}}}, 422, "budget.generated"),
         ({"search": 3}, 422, "search is a int"),
         ({"prompt": None}, 422, "either prompt, a text, or messages"),
-        ({"model": "sums"}, 422, "writes no text"),
+        ({"model": "sums"}, 422, "generates no text"),
         ({"prm": "sums-policy"}, 422, "gives no score"),
         ({"prm": "nobody"}, 404, "no model 'nobody'"),
         ({"seed": -1}, 422, "seed is -1"),

@@ -221,7 +221,7 @@ def test_a_device_that_is_lost(server: ServerProcess, faults: Faults) -> None:
     faults.set("sticky", once=True)
     assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
     assert server.workers()[0].pid != worker.pid
-    assert any(e["event"] == "model" and "exit 3" in e["reason"] for e in server.events())
+    assert any(e["event"] == "model" and "exited with code 3" in e["reason"] for e in server.events())
 
 
 def test_a_worker_that_is_killed(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:

@@ -148,7 +148,7 @@ def test_requests_beyond_the_rate_are_told_when_to_come_back(server: ServerProce
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 30
     error = replies[-1].json()["error"]
     assert (error["type"], error["retryable"]) == ("quota", True)
-    assert "2 requests a minute" in error["message"]
+    assert "2 requests per minute" in error["message"]
     assert ask(server, None, "GET", "/health/ready").status_code == 200
     assert ask(server, file.keys["ann"]).status_code == 200
     assert server_metric(server, file, "plaudit_rejected_total", reason="quota") == 1

@@ -238,7 +238,7 @@ def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None
     for rank, child in enumerate(children):
         code, line = ended(*child)
         assert code == 2 if rank == 0 else code != 0
-        assert "the ranks found different weights in" in line
+        assert "the ranks have different weights in" in line
         assert "copy the same model to every node" in line
 
 

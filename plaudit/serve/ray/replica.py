@@ -1,7 +1,7 @@
-"""A replica of a model under Ray Serve: a deployment of one local worker, and a door through which fronts reach it.
+"""A replica of a model under Ray Serve: a deployment of one local worker, and a TCP port to which servers connect.
 
-The worker is the process that a single machine has, with its ranks if the model has several; it is started again here
-when it dies. Ray Serve asks for its health, which is a probe through the model, and replaces replicas that fail.
+The worker is the same process as on a single machine, with its ranks if the model has several; it is restarted here
+when it crashes. Ray Serve checks its health with a probe through the model, and replaces replicas that fail.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ TOKEN_BYTES = 32
 TOKEN_SECONDS = 10.0
 ALIVE_EVERY = 1.0
 HEALTH_SECONDS = 2.0
-STALE_SECONDS = 10.0  # what the front said of its queue so long ago is no longer so
+STALE_SECONDS = 10.0  # the server's report of its queue length expires after this time
 
 
 class ModelReplica:
-    """Fronts connect to it over TCP, with a token that only Ray gives out, and speak frames as with a local worker."""
+    """Servers connect over TCP with a token distributed by Ray, and exchange the same frames as with a local worker."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, table: dict[str, Any], environment: dict[str, str], load_seconds: float, host: str | None
     ) -> None:
-        # Ray Serve waits long for a replica that does not answer; one that has died is replaced at once.
+        # Ray Serve waits long for an unresponsive replica; one that has exited is replaced at once.
         guard_this_process("a replica")
         start_anew()
         self.deployment = Deployment(
@@ -62,7 +62,7 @@ class ModelReplica:
         return self.table
 
     async def introduce(self, *, seat: str) -> tuple[str, int, bytes] | None:
-        """Where fronts connect, and the token; None if another replica was meant."""
+        """The address and the token for servers; None if the call was meant for another replica."""
         return (self.host, self.server.sockets[0].getsockname()[1], self.token) if seat == self.seat else None
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ class ModelReplica:
 
 
 class Visit:
-    """One front's connection."""
+    """The connection of one server."""
 
     def __init__(self, replica: ModelReplica, writer: asyncio.StreamWriter) -> None:
         self.replica = replica
@@ -130,7 +130,7 @@ class Visit:
                     ticket.done.add_done_callback(partial(self._finished, id))
 
     def _finished(self, id: int, _: asyncio.Future[None]) -> None:
-        """What is done in one turn of the loop goes in one frame."""
+        """Collects answers finished in one iteration of the event loop into one frame."""
         self._done.append(id)
         if len(self._done) == 1:
             asyncio.get_running_loop().call_soon(self._report)
@@ -177,7 +177,7 @@ def _results(answers: list[tuple[int, Answer | None]], deployment: Deployment) -
 
 
 class ByTokens:
-    """How many replicas: one for every so many tokens that wait in the front."""
+    """An autoscaling policy: one replica per given number of tokens queued in the servers."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -190,8 +190,8 @@ class ByTokens:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a model's table, as `plaudit deploy` writes it. `host` is where replicas listen for fronts;
-    without it each listens on its node's address."""
+    """The Ray Serve application for a model's table, as `plaudit deploy` writes it. `host` is the address on which
+    replicas listen for servers; without it each listens on its node's address."""
     table = parse_reward(args["table"], "the model's table")
     ranks = table.ranks if isinstance(table, ReadByEngine) else 1
     on_gpu = str(getattr(table, "device", "cpu")).startswith("cuda")
@@ -230,4 +230,4 @@ def _works(frame: frames.Frame) -> list[tuple[int, Work | GenerateJob, str]]:
             (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
             return [(frame.id, GenerateJob(ids, frame.sampling), frame.salt)]
         case _:
-            raise ValueError(f"a replica takes no {type(frame).__name__}")
+            raise ValueError(f"unexpected frame {type(frame).__name__} for a replica")

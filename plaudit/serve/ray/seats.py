@@ -1,4 +1,4 @@
-"""The replicas that Ray Serve has of each application, as this process last heard."""
+"""The replicas of each Ray Serve application, as last reported to this process."""
 
 from __future__ import annotations
 
