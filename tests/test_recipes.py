@@ -36,7 +36,7 @@ def test_a_name_runs_in_any_directory_as_the_file_does(verb: str, tmp_path: Path
     by_name = plaudit_here(verb, name, "--dry-run", cwd=tmp_path)
     assert by_name.returncode == 0, by_name.stderr
     copied = plaudit_here("recipes", name, "--copy", "mine.toml", cwd=tmp_path)
-    assert (copied.returncode, copied.stdout) == (0, f"mine.toml: a copy of {name}\n")
+    assert (copied.returncode, copied.stdout) == (0, f"copied {name} to mine.toml\n")
     assert plaudit_here(verb, "mine.toml", "--dry-run", cwd=tmp_path).stdout == by_name.stdout
     assert (tmp_path / "mine.toml").read_text() == plaudit_here("recipes", name).stdout
 

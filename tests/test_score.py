@@ -157,7 +157,7 @@ def test_refusals_leave_no_file(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no data file at"):
             score(tmp_path / "none.jsonl", **options(urls=[scripted.url], out=out))
         scripted.script = lambda number, asked: Answer(right(asked, f"{number // 3}-a"))
-        with pytest.raises(VersionChanged, match="serves version 1-a, and 0-a was asked for"):
+        with pytest.raises(VersionChanged, match="serves version 1-a, but 0-a was requested"):
             score(rows, **options(urls=[scripted.url], out=out, batch=2))
     assert out.read_text() == "old\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]

@@ -163,7 +163,7 @@ def test_the_last_pods_generate() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sums-grpo"], "give one of --slurm and --kubernetes"),
+        (["sums-grpo"], "expected one of --slurm and --kubernetes"),
         (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),

@@ -137,7 +137,8 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
         assert found(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
         (short, _) = reward.score([item("short", 0), item("x", 0)])
         assert short.error is not None
-        assert short.error.message == "the rule gave 1 in a list, expected a list of 2 numbers, one a response"
+        assert short.error.message == "the rule returned 1 in a list; expected a list of 2 numbers, one for each "
+            "response"
 
 
 def test_functions_written_for_trl(functions: Path) -> None:
@@ -163,7 +164,7 @@ def test_functions_written_for_verl(functions: Path) -> None:
         ("two", r"two\(prompt, response\) cannot be called; expected \(prompt, response, truth\)"),
         ("unnamed", r"unnamed\(prompt, response, truth, level\) cannot be called; expected"),
         ("later", "later is async; expected a plain function"),
-        ("of_a_trainer", "of_a_trainer asks for trainer_state, which TRL alone has; give it a default"),
+        ("of_a_trainer", "of_a_trainer needs trainer_state, which only TRL provides; give it a default"),
     ],
 )
 def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, why: str) -> None:
@@ -177,7 +178,8 @@ def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, w
 )
 def test_a_server_has_neither_columns_nor_groups(functions: Path, name: str, what: str) -> None:
     table = RuleTable(rule="function", function=f"{functions}:{name}", sandbox=False)
-    with pytest.raises(ConfigError, match=f"reads {what}.*which a server is not told; give it to the run itself"):
+    with pytest.raises(ConfigError, match=f"reads {what}.*which a server does not receive; set it in the recipe of "
+        "the run itself"):
         RuleReward(table, exposed=True)
 
 

@@ -71,7 +71,7 @@ def test_a_run_without_an_answer_is_an_error_that_says_why(tmp_path: Path) -> No
     figures = json.loads((tmp_path / "runs" / "search-best-of-n" / "summary.json").read_text())
     assert (figures["answered"], figures["questions"], "accuracy" in figures) == (0, 2, False)
     report = plaudit_here("report", "runs/search-best-of-n", cwd=tmp_path)
-    assert (report.returncode, "no path of any question gave an answer" in report.stdout) == (0, True)
+    assert (report.returncode, "no path of any question ended in an answer" in report.stdout) == (0, True)
 
 
 def test_a_budget_that_was_too_small_is_named() -> None:
@@ -113,7 +113,7 @@ def test_import_plaudit_is_enough_to_search(tmp_path: Path) -> None:
         (["--method", "etz"], "search.method = 'etz'"),
         (["--set", "search.widht=4"], "did you mean 'width'?"),
         (["--world", "sum", "--questions", "2"], "unknown world 'sum'; did you mean 'sums'?"),
-        (["--resume", "--fresh"], "contradict each other"),
+        (["--resume", "--fresh"], "exclude each other"),
         ([str(ROOT / "plaudit" / "recipes" / "sums-sft.toml")], "task is 'sft'"),
     ],
 )

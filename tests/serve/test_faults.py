@@ -359,7 +359,7 @@ def test_a_worker_that_dies_again_and_again(faults: Faults, threads: ThreadPoolE
             pass  # it came when the port was closed
         else:
             assert reply.status_code == 503 or all(i["error"]["type"] == "model_failed" for i in answers(reply))
-        assert "3 times in a row without serving" in server.log()
+        assert "3 times in a row without a result" in server.log()
         assert "Traceback" not in server.log()
 
 

@@ -209,7 +209,7 @@ def test_a_change_of_the_file_is_followed(server: ServerProcess, file: KeyFile) 
     until("refused", lambda: len(logged(server, "keys_refused")) > refused)
     reason = logged(server, "keys_refused")[-1]["reason"]
     assert str(file.path) in reason
-    assert "stays" in reason
+    assert "stay in use" in reason
     assert ask(server, fresh).status_code == 200
     loaded = len(logged(server, "keys_loaded"))
     file.path.write_text(whole[: whole.index("[fresh]")])

@@ -221,7 +221,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> Non
     for child in children:
         code, line = ended(*child)
         assert code == 2
-        assert "WORLD_SIZE = 3 processes were started, and tensor_parallel = 2" in line
+        assert "WORLD_SIZE is 3, but tensor_parallel = 2" in line
 
 
 @pytest.mark.slow

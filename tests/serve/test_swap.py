@@ -275,4 +275,4 @@ def test_a_state_file_that_cannot_be_obeyed_is_one_line(root: Root, tmp_path: Pa
     changed = {"plain": {"configured": "elsewhere", "path": str(gone)}}
     code, said = started(json.dumps(changed), "--check")
     assert code == 0, said
-    assert "plain is ignored, since the configuration has changed" in said
+    assert "plain is ignored, because the configuration has changed" in said

@@ -386,7 +386,7 @@ BAD_BINARY = {
     "a huge size": (*binary("INT64", b"12345678", 2**62, "tokens"), ["'tokens'", str(2**62)]),
     "too small for the shape": (*binary("INT64", b"1234", 4, "tokens"), ["'tokens'", "4 bytes", "expected 8"]),
     "too large for the shape": (*binary("INT32", b"12345678", 8, "tokens"), ["'tokens'", "8 bytes", "expected 4"]),
-    "bytes after the tensors": (*binary("INT32", b"12345678", 4, "tokens"), ["4 bytes follow"]),
+    "bytes after the tensors": (*binary("INT32", b"12345678", 4, "tokens"), ["4 unexpected bytes follow"]),
     "a huge shape": (*binary("INT64", b"12345678", 8, "tokens", (1, 2**62)), ["'tokens'", str(2**62)]),
     "no room for a string's length": (*binary("BYTES", b"\1\0", 2), ["'sentences'", "truncated"]),
     "a string longer than the tensor": (*binary("BYTES", b"\5\0\0\0abc", 7), ["'sentences'", "5 bytes", "3 are left"]),

@@ -288,7 +288,7 @@ def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:
     size = served.intake().facts.vocab_size
     for token in tokens:
         if not 0 <= token < size:
-            raise HttpError(400, "refused", f"{field} has the token {token}; expected 0..{size - 1} for {served.name}")
+            raise HttpError(400, "refused", f"{field} has {token}; expected 0..{size - 1} for {served.name}")
 
 
 def _several_labels(served: ServedModel) -> tuple[str, ...]:
