@@ -137,8 +137,8 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
         assert found(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
         (short, _) = reward.score([item("short", 0), item("x", 0)])
         assert short.error is not None
-        assert short.error.message == "the rule returned 1 in a list; expected a list of 2 numbers, one for each "
-            "response"
+        expected = "expected a list of 2 numbers, one for each response"
+        assert short.error.message == f"the rule returned 1 in a list; {expected}"
 
 
 def test_functions_written_for_trl(functions: Path) -> None:
@@ -178,8 +178,9 @@ def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, w
 )
 def test_a_server_has_neither_columns_nor_groups(functions: Path, name: str, what: str) -> None:
     table = RuleTable(rule="function", function=f"{functions}:{name}", sandbox=False)
-    with pytest.raises(ConfigError, match=f"reads {what}.*which a server does not receive; set it in the recipe of "
-        "the run itself"):
+    with pytest.raises(
+        ConfigError, match=f"reads {what}.*which a server does not receive; set it in the recipe of the run itself"
+    ):
         RuleReward(table, exposed=True)
 
 
