@@ -164,15 +164,15 @@ def test_the_last_pods_generate() -> None:
     ("words", "message"),
     [
         (["sums-grpo"], "expected one of --slurm and --kubernetes"),
-        (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
-        (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
-        (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),
+        (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks are not divisible by --nodes 3"),
+        (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks are not divisible by --nodes 3"),
+        (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine need one GPU each, but --gpus is 1"),
         (
             ["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"],
-            "generate beside rank 0, on one machine",
+            "generate on rank 0's machine",
         ),
-        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine take one GPU each, and --gpus is 2"),
-        (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "has Ray start the processes"),
+        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine need one GPU each, but --gpus is 2"),
+        (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "starts the processes with Ray"),
         (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is on this machine"),
     ],
 )
