@@ -155,7 +155,7 @@ def open_client(model: str | None, urls: Sequence[str], api_key: str | None, wai
     """A client of servers, or of a model in this process."""
     if urls:
         with RewardClient(
-            urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_Outage().tell
+            urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_OutageReport().tell
         ) as client:  # fmt: skip
             _reach(client.urls, wait)
             yield client
@@ -172,7 +172,7 @@ def open_client(model: str | None, urls: Sequence[str], api_key: str | None, wai
         reward.close()
 
 
-class _Outage:
+class _OutageReport:
     """Prints that a server is being retried: at once, and then at intervals."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def _reach(urls: Sequence[str], wait: float) -> None:
     scored, instead of after all retries."""
     until = time.monotonic() + wait
     notified = False
-    while (refusals := _refusals(urls)) and len(refusals) == len(urls):
+    while (refusals := _unreachable(urls)) and len(refusals) == len(urls):
         if time.monotonic() >= until:
             raise RewardUnavailable(
                 f"{'; '.join(refusals)}; start it with plaudit serve, or set --wait SECONDS if it is starting"
@@ -202,7 +202,7 @@ def _reach(urls: Sequence[str], wait: float) -> None:
         time.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
 
-def _refusals(urls: Sequence[str]) -> list[str]:
+def _unreachable(urls: Sequence[str]) -> list[str]:
     """The errors of the servers that accept no connection; replies are not checked here."""
     refusals = []
     with httpx.Client(trust_env=False, timeout=CONNECT_SECONDS) as http:

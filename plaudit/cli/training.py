@@ -76,7 +76,7 @@ def train(
     if is_rank():
         guard_rank()
     else:
-        _first_words(tree, directory, resume)
+        _print_start(tree, directory, resume)
     if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
         from plaudit.place.ray.launch import launch_on_ray
 
@@ -100,7 +100,7 @@ def train(
         else:
             outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets), begun)
     if outcome is not None:
-        _say_outcome(directory, *outcome)
+        _print_outcome(directory, *outcome)
 
 
 @app.command("rollouts")
@@ -121,7 +121,7 @@ def generate_for_run(
         raise typer.Exit(128 + 15)
 
 
-def _first_words(tree: "Recipe", directory: Path, resume: bool) -> None:
+def _print_start(tree: "Recipe", directory: Path, resume: bool) -> None:
     """Checks that the model exists and prints what is about to happen, before torch is imported, which takes
     seconds."""
     from plaudit.models.catalog import PACKAGED
@@ -191,7 +191,7 @@ def _keys(sets: list[str]) -> list[str]:
     return [each.partition("=")[0].strip() for each in sets]
 
 
-def _say_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
+def _print_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
     parts = [f"{summary['steps']} steps in {summary['seconds']} s"]
     for name in ("accuracy", "truth", "reward"):
         if f"{name}_after" in summary:

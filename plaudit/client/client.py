@@ -43,11 +43,11 @@ class _Answer:
     results: list[Result]
 
 
-class _TryAgain(Exception):
+class _RetryableError(Exception):
     """An attempt failed in a way that may succeed on a retry."""
 
 
-class _Silent(_TryAgain):
+class _Unresponsive(_RetryableError):
     """The server does not answer its health check either."""
 
 
@@ -154,7 +154,7 @@ class AsyncRewardClient:
                 async with self._connection(deadline):
                     attempts += 1
                     return await self._hedged(request, body, deadline, version)
-            except _TryAgain as failure:
+            except _RetryableError as failure:
                 cause = str(failure)
                 if self._on_retry is not None and attempts <= self.retries:
                     self._on_retry(cause, None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -171,7 +171,7 @@ class AsyncRewardClient:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 await self._free.acquire()
         except TimeoutError:
-            raise _TryAgain("all connections were in use by other calls") from None
+            raise _RetryableError("all connections were in use by other calls") from None
         try:
             yield
         finally:
@@ -193,7 +193,7 @@ class AsyncRewardClient:
                 done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda each: each.exception() is not None):
                     # otherwise the other may still answer
-                    if not (under_way and isinstance(task.exception(), _TryAgain)):
+                    if not (under_way and isinstance(task.exception(), _RetryableError)):
                         return task.result()
         finally:
             for task in under_way:
@@ -210,10 +210,10 @@ class AsyncRewardClient:
         try:
             reply = await self._post(replica.url, body, seconds, request.route)
             _check_status(replica, reply)
-        except _Silent:
+        except _Unresponsive:
             replica.silent()
             raise
-        except _TryAgain:
+        except _RetryableError:
             if not replica.resting:  # a server that sent Retry-After is alive
                 replica.failed()
             raise
@@ -237,13 +237,13 @@ class AsyncRewardClient:
         post = self._network.send("POST", url, "/v1/rewards", content=body, headers=headers, timeout=timeout)
         try:
             async with asyncio.timeout(seconds):
-                return await (post if len(self.urls) == 1 else self._while_it_lives(url, post))
+                return await (post if len(self.urls) == 1 else self._while_alive(url, post))
         except TimeoutError:
-            raise _TryAgain(f"{url} did not answer within {seconds:.1f} s") from None
+            raise _RetryableError(f"{url} did not answer within {seconds:.1f} s") from None
         except httpx.RequestError as error:
-            raise _TryAgain(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
+            raise _RetryableError(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
 
-    async def _while_it_lives(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    async def _while_alive(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
         """The reply, as long as the server is alive. A stopped process accepts requests and answers none, not even the
         health check; one that computes for long still answers that."""
         reply = asyncio.create_task(post)
@@ -254,7 +254,7 @@ class AsyncRewardClient:
                         await self._network.send("GET", url, "/health/live", timeout=None)
                 except (TimeoutError, httpx.RequestError):
                     if not reply.done():
-                        raise _Silent(f"{url} does not answer, nor does its /health/live") from None
+                        raise _Unresponsive(f"{url} does not answer, nor does its /health/live") from None
             return reply.result()
         finally:
             reply.cancel()
@@ -355,7 +355,7 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
 
 
 def _check_status(replica: Replica, reply: httpx.Response) -> None:
-    """Returns if the reply can be parsed; raises _TryAgain, or an error that a retry cannot fix."""
+    """Returns if the reply can be parsed; raises _RetryableError, or an error that a retry cannot fix."""
     status = reply.status_code
     if status == 200:
         return
@@ -363,7 +363,7 @@ def _check_status(replica: Replica, reply: httpx.Response) -> None:
     summary = f"{replica.url} answered {status} ({type}: {message})" if type else f"{replica.url} answered {status}"
     if status in (408, 429) or status >= 500:
         replica.rest(_retry_after(reply))
-        raise _TryAgain(summary)
+        raise _RetryableError(summary)
     if status >= 400:
         raise RequestRefused(status, type, summary)
     raise BadReply(f"{summary}; expected 200; redirects are not followed: use the server's own address")

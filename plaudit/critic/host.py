@@ -23,7 +23,7 @@ from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import CriticGauges, Metrics
-from plaudit.serve.protocols.critic.wire import Lesson
+from plaudit.serve.protocols.critic.wire import TrainingRows
 from plaudit.serve.protocols.triton.wire import Rows
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.link import KILL_SECONDS, SILENCE_SECONDS, Link
@@ -109,7 +109,7 @@ class CriticHost:
         values = np.split(answer.blocks[0][:, 0], ends[:-1])
         return values, answer.blocks[1] if len(answer.blocks) > 1 else None
 
-    async def learn(self, lesson: Lesson, request: Request) -> dict[str, float]:
+    async def learn(self, lesson: TrainingRows, request: Request) -> dict[str, float]:
         """`value/loss` and the other metrics of the update; `updates` includes this one."""
         self._check(lesson.tokens)
         lengths = [len(row) for row in lesson.tokens]
@@ -258,7 +258,7 @@ class CriticHost:
     def failed(self) -> list[str]:
         return [f"{NAME}: {self.link.reason}"] if self.link.state == "failed" else []
 
-    def hopeful(self) -> bool:
+    def recoverable(self) -> bool:
         return self.link.state != "failed"
 
     def tick(self) -> None:

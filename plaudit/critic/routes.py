@@ -94,7 +94,7 @@ class CriticRoutes:
         return outputs, {}
 
     async def train(self, infer: Infer, request: Request) -> Outcome:
-        metrics = await self.host.learn(critic.read_lesson(infer), request)
+        metrics = await self.host.learn(critic.read_training_rows(infer), request)
         return {"loss_mean": np.array([metrics["value/loss"]], dtype=np.float32)}, metrics
 
     async def save(self, infer: Infer, request: Request) -> Outcome:

@@ -76,7 +76,7 @@ def end_child(child: Child) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def start_anew() -> None:
+def spawn_new_processes() -> None:
     """Start future children of this process as new processes instead of forks: it starts few workers, and a nursery
     would only use more memory."""
     global FORKS

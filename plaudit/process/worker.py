@@ -77,12 +77,12 @@ class SocketWorker(ABC, Generic[F]):
             self.sock.sendall(pack(frame))
 
     def run(self) -> None:
-        threading.Thread(target=self._say_alive, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         while self._receive(block=not self.busy):
             self.step()
             self.steps += 1
 
-    def _say_alive(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             try:
                 self.send(Alive(self.steps, _resident_bytes(), self.device_bytes()))

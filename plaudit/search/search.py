@@ -57,7 +57,7 @@ class Search:
         self._stopped = threading.Event()
         self.lanes = [self._runner() for _ in range(recipe.groups)]
 
-    def turn_to(self, recipe: SearchRecipe) -> None:
+    def use_recipe(self, recipe: SearchRecipe) -> None:
         """Switches to a recipe that differs only in [search]: its method, with the same models."""
         self._end()
         self._begin(recipe)
@@ -69,11 +69,11 @@ class Search:
             choice = Chosen(before, "") if before is not None else choose(recipe, questions, self._searched, reading)
         finally:
             reading.close()
-        self.turn_to(following(recipe, choice.method))
+        self.use_recipe(following(recipe, choice.method))
         return choice
 
     def _searched(self, recipe: SearchRecipe, questions: Sequence[Question]) -> list[Outcome]:
-        self.turn_to(recipe)
+        self.use_recipe(recipe)
         return sorted(self.run(questions), key=lambda outcome: outcome.question.index)
 
     def questions(self) -> list[Question]:
@@ -158,7 +158,7 @@ def run_searches(
         opened.enter_context(frozen())
         for record in records:
             if record.recipe is not search.recipe:
-                search.turn_to(record.recipe)
+                search.use_recipe(record.recipe)
             with bar(record.directory.name) as progress:
                 figures = _recorded(search, record, progress)
             yield record.directory, figures

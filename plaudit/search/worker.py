@@ -52,7 +52,7 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
         """Searches all questions of a method."""
         if self._begun is None:
             return
-        self._search.turn_to(self._begun)
+        self._search.use_recipe(self._begun)
         for line in self._search.lines(self._questions_assigned()):
             self.send(frames.Result(line))
         self.send(frames.Done(self._search.phases, self._search.undecided))

@@ -101,7 +101,7 @@ class SearchWorkers:
             self.close()
             raise
 
-    def turn_to(self, recipe: SearchRecipe) -> None:
+    def use_recipe(self, recipe: SearchRecipe) -> None:
         self.recipe = recipe
 
     def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
@@ -111,7 +111,7 @@ class SearchWorkers:
             choice = Chosen(before, "") if before is not None else choose(self.recipe, questions, _no_pilot, reading)
         finally:
             reading.close()
-        self.turn_to(following(self.recipe, choice.method))
+        self.use_recipe(following(self.recipe, choice.method))
         return choice
 
     def questions(self) -> list[Question]:

@@ -56,7 +56,7 @@ INLINE_TOKENS = 65536
 TOGETHER = 16  # items prepared or scored in one thread call; others wait meanwhile
 PIECE_CHARACTERS = 65536  # of texts tokenised in one thread call
 CALL_SECONDS = 0.05  # target duration of one thread call of rules
-ANY_TIME = 3600.0  # for requests that are already limited by another deadline
+NO_DEADLINE = 3600.0  # for requests that are already limited by another deadline
 
 
 class ServedModel:
@@ -202,7 +202,7 @@ class ServedModel:
     ) -> list[R]:
         """Runs `run` on the parts in threads, one piece at a time, so that other requests take turns."""
         calls = [(partial(run, piece), sum(map(size, piece))) for piece in _pieces(parts, size)]
-        rows = await self._resources.calls.run(calls, TENANT.get(), time.monotonic() + ANY_TIME)
+        rows = await self._resources.calls.run(calls, TENANT.get(), time.monotonic() + NO_DEADLINE)
         return [row for piece in rows for row in piece]
 
     def intake(self) -> Intake:

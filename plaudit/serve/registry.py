@@ -228,7 +228,7 @@ class Models:
         """Their names."""
         return [status.name for status in self.statuses() if status.state == "failed"]
 
-    def hopeful(self) -> bool:
+    def recoverable(self) -> bool:
         """Whether a model with a worker is left that serves or may recover."""
         return any(status.state != "failed" for status in self._of_workers())
 

@@ -66,7 +66,7 @@ class ServerBackend(Protocol):
     def failed(self) -> list[str]:
         """Models that have failed permanently."""
 
-    def hopeful(self) -> bool:
+    def recoverable(self) -> bool:
         """Whether a model is left that serves or may recover."""
 
 
@@ -189,7 +189,7 @@ class _Server:
             return 0
         opening.result()
         self._listen(models)  # again: Ray replaces signal handlers when it starts
-        self._settle()
+        self._freeze_heap()
         self._announce(models, address)
         watching = asyncio.create_task(self._watch(models))
         await stopping
@@ -242,7 +242,7 @@ class _Server:
         else:
             self.log(f"{what}_loaded")
 
-    def _settle(self) -> None:
+    def _freeze_heap(self) -> None:
         """Freeze live objects so that the garbage collector does not scan them repeatedly."""
         gc.collect()
         gc.freeze()
@@ -263,7 +263,7 @@ class _Server:
 
     async def _watch(self, models: ServerBackend) -> None:
         """Stop the server when all of its models have failed permanently."""
-        while not models.failed() or models.hopeful():
+        while not models.failed() or models.recoverable():
             await models.changed.wait()
             models.changed.clear()
         self._say(sys.stderr.fileno(), "; ".join(models.failed()))

@@ -173,7 +173,7 @@ def test_the_last_pods_generate() -> None:
         ),
         (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine need one GPU each, but --gpus is 2"),
         (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "starts the processes with Ray"),
-        (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is on this machine"),
+        (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is a path of this machine"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_it_is_written(words: list[str], message: str) -> None:

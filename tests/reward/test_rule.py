@@ -185,7 +185,7 @@ def test_a_close_ends_those_who_wait(functions: Path) -> None:
     ("name", "message"),
     [
         ("nothing", "has no attribute 'nothing'"),
-        ("not_a_function", "cannot be called"),
+        ("not_a_function", "is not callable"),
     ],
 )
 def test_a_function_that_is_not_there_is_told_at_once(functions: Path, name: str, message: str) -> None:

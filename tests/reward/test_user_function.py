@@ -96,7 +96,8 @@ def test_columns_of_the_row_come_by_name(functions: Path) -> None:
         assert found(reward, items) == [32.0, 2.0, "no_column"]
         (told,) = reward.score(items[2:])
         assert told.error is not None
-        assert told.error.message == "the rule reads the column 'level'; the row's columns are: more, other"
+        missing = "the rule reads the column 'level', which is missing"
+        assert told.error.message == f"{missing}; the row's columns are: more, other"
         assert found(reward, [item("", level=object())]) == ["bad_column"]
     with rule(functions, "scorer") as reward:
         assert found(reward, [item("", level=7)]) == [7.0]
@@ -163,7 +164,7 @@ def test_functions_written_for_verl(functions: Path) -> None:
     [
         ("two", r"two\(prompt, response\) cannot be called; expected \(prompt, response, truth\)"),
         ("unnamed", r"unnamed\(prompt, response, truth, level\) cannot be called; expected"),
-        ("later", "later is async; expected a plain function"),
+        ("later", "later is async; expected a regular function"),
         ("of_a_trainer", "of_a_trainer needs trainer_state, which only TRL provides; give it a default"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_budget_that_was_too_small_is_named() -> None:
     lines = [{"index": index, **line} for index in (0, 1)]
     figures = {"method": "rebase", **summary(lines)}
     assert figures["stopped"] == {"budget: kv_tokens": 2}
-    with pytest.raises(NoAnswer, match=r"budget: kv_tokens; raise budget\.kv_tokens, and see every path"):
+    with pytest.raises(NoAnswer, match=r"budget: kv_tokens; raise budget\.kv_tokens; all paths are in"):
         refuse_empty({Path("runs/search-rebase"): figures})
 
 

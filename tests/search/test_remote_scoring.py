@@ -129,7 +129,7 @@ def test_what_a_server_cannot_give_is_told(server: ServerProcess, shepherd: str)
          PrmTable(url=server.url, protocol="sglang", path="sums-steps")),
         (RequestRefused, "rejected the request: it answered 404",
          PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="absent")),
-        (BadReply, r"sent 0 rows for \d+ tokens and 1 steps: pool by ALL, or by STEP",
+        (BadReply, r"returned 0 rows for \d+ tokens and 1 steps: pool by ALL, or by STEP",
          PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="shepherd")),
     ]  # fmt: skip
     for error, message, table in cases:

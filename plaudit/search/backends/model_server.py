@@ -18,7 +18,7 @@ from plaudit.errors import BadReply, ConfigError, RequestRefused, ServerError
 A = TypeVar("A")
 B = TypeVar("B")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-UNFIT = (400, 413, 422)  # status codes about a single request, such as a path that is too long
+REJECTED_STATUSES = (400, 413, 422)  # status codes about a single request, such as a path that is too long
 
 
 class ModelServer:
@@ -51,7 +51,7 @@ class ModelServer:
             try:
                 return call(ask)
             except RequestRefused as error:
-                if error.status not in UNFIT:
+                if error.status not in REJECTED_STATUSES:
                     raise
                 return error
 

@@ -281,7 +281,7 @@ class App:
         disconnects first."""
         task, connection = asyncio.current_task(), request.connection
         assert task is not None
-        watching = None if request.told_when_lost else asyncio.create_task(request.until_lost())
+        watching = None if request.notified_when_lost else asyncio.create_task(request.until_lost())
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:

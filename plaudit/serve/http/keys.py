@@ -37,7 +37,7 @@ class Meter:
         self._level -= count
 
 
-class Holder:
+class ApiKey:
     """An API key's name, roles and remaining quotas."""
 
     def __init__(self, name: str, table: KeyTable) -> None:
@@ -66,7 +66,7 @@ class Holder:
         return HttpError(429, "quota", message, retry_after=seconds)
 
 
-ANYBODY = Holder(NOBODY, KeyTable(sha256="0" * 64, roles=("score", "metrics")))
+ANYBODY = ApiKey(NOBODY, KeyTable(sha256="0" * 64, roles=("score", "metrics")))
 
 
 class Keys:
@@ -78,15 +78,15 @@ class Keys:
     def __init__(self, tables: Mapping[str, KeyTable], *, keyless: bool, allow_open: frozenset[str]) -> None:
         self._keyless = keyless
         self._allow_open = allow_open
-        self._holders: dict[bytes, Holder] = {}
+        self._holders: dict[bytes, ApiKey] = {}
         self.replace(tables)
 
     def replace(self, tables: Mapping[str, KeyTable]) -> None:
         """Replace the keys. An unchanged key keeps its remaining quotas."""
         before = {(each.name, each.table): each for each in self._holders.values()}
-        holders = [before.get((name, table)) or Holder(name, table) for name, table in tables.items()]
+        holders = [before.get((name, table)) or ApiKey(name, table) for name, table in tables.items()]
         self._holders = {bytes.fromhex(each.table.sha256): each for each in holders}
-        self._seen: dict[bytes, Holder] = {}
+        self._seen: dict[bytes, ApiKey] = {}
         self._administered = any("admin" in each.roles for each in holders)
         self.meters = {each.name: each.tokens for each in holders if each.tokens is not None}
 
@@ -105,14 +105,14 @@ class Keys:
                     "127.0.0.1 and localhost",
                 )  # fmt: skip
 
-    def admit(self, place: Endpoint, authorization: bytes | None) -> Holder:
+    def admit(self, place: Endpoint, authorization: bytes | None) -> ApiKey:
         """Returns the key that the caller's work is accounted to; raises HttpError 401, 403 or 429. A path shared by
         several protocols is open only if all of them are."""
         if place.access == "open":
             return ANYBODY
         token = _bearer(authorization)
         # A dict lookup leaks nothing useful: a key is compared only if its keyed 64-bit hash is equal.
-        holder = None if token is None else self._seen.get(token) or self._found(token)
+        holder = None if token is None else self._seen.get(token) or self._match(token)
         if (
             holder is not None
             and (place.role == "key" or place.role in holder.roles)
@@ -126,7 +126,7 @@ class Keys:
             return ANYBODY
         raise self._refusal(place, token, holder)
 
-    def _refusal(self, place: Endpoint, token: bytes | None, holder: Holder | None) -> HttpError:
+    def _refusal(self, place: Endpoint, token: bytes | None, holder: ApiKey | None) -> HttpError:
         if holder is not None and holder.table.expired:
             until = holder.table.expires
             return HttpError(401, "unauthorized", f"the key {holder.name!r} expired at {until}; request a new one")
@@ -143,7 +143,7 @@ class Keys:
             return HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")
         return HttpError(401, "unauthorized", "send a valid key as 'Authorization: Bearer KEY'")
 
-    def _found(self, token: bytes) -> Holder | None:
+    def _match(self, token: bytes) -> ApiKey | None:
         digest, found = hashlib.sha256(token).digest(), None
         for known, holder in self._holders.items():  # compares with all keys, so that timing does not reveal the match
             if hmac.compare_digest(digest, known):

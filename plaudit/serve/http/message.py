@@ -306,7 +306,7 @@ class Request:
         self.connection.lose()
 
     @property
-    def told_when_lost(self) -> bool:
+    def notified_when_lost(self) -> bool:
         return "connection" in self._scope
 
     async def linger(self) -> None:
@@ -444,16 +444,16 @@ class Endpoint:
 
 class Routes:
     """shapes     error writers for paths that do not exist, by path prefix
-    strangers  catch-all routes for all other paths, of any method, by path prefix
+    catch_alls  catch-all routes for all other paths, of any method, by path prefix
     """
 
     def __init__(
         self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None,
-        strangers: Mapping[str, Route] | None = None,
+        catch_alls: Mapping[str, Route] | None = None,
     ) -> None:  # fmt: skip
         self.all = tuple(routes)
         self._shapes = dict(shapes or {})
-        self._strangers = {start: Endpoint([route]) for start, route in (strangers or {}).items()}
+        self._strangers = {start: Endpoint([route]) for start, route in (catch_alls or {}).items()}
         claimed: dict[str, dict[str, list[Route]]] = {}
         for route in self.all:
             claimed.setdefault(route.path, {}).setdefault(route.method, []).append(route)

@@ -27,7 +27,7 @@ import msgspec
 from plaudit.process.framing import LENGTH, FrameReader, pack
 from plaudit.process.spawn import Child, spawn
 from plaudit.serve.http.message import HttpError
-from plaudit.serve.http.tree import Assembler, Cutter, TreeError
+from plaudit.serve.http.tree import Assembler, TreeError, TreeSplitter
 
 READERS = 2
 NICE = 10  # the server process has priority where cores are scarce
@@ -196,7 +196,7 @@ def _answer(request: ReadRequest, body: bytes) -> bytes:
         read = getattr(importlib.import_module(request.module), request.function)
         names, hints = read.__code__.co_varnames[1:], get_type_hints(read)
         arguments = [msgspec.convert(each, hints[name]) for name, each in zip(names, request.arguments, strict=False)]
-        pieces = [pack(Piece(*frame)) for frame in Cutter(request.most).cut(read(body, *arguments))]
+        pieces = [pack(Piece(*frame)) for frame in TreeSplitter(request.most).cut(read(body, *arguments))]
     except HttpError as error:
         return pack(ReadRefused(error.status, error.type, str(error)))
     except TreeError as error:

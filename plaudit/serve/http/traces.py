@@ -80,7 +80,7 @@ class Traces:
         self.api = trace
         self._extract = propagate.extract
         said = logging.getLogger("opentelemetry")  # an unreachable collector is logged through our log
-        said.addHandler(_Said(log))
+        said.addHandler(_LogHandler(log))
         said.propagate = False
 
     def begin(self, request: Request) -> Trace | None:
@@ -162,7 +162,7 @@ class Trace:
         return span
 
 
-class _Said(logging.Handler):
+class _LogHandler(logging.Handler):
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log

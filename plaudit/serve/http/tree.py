@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 PIECE = 4096  # values per frame; 16 characters count as one value
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 VALUE, LIST, DICT, TEXT, BYTES, ARRAY, FILL, KEY, END = range(9)
 Frame = tuple[int, Any]
 _PLAIN = {int, float, bool, type(None)}
@@ -25,7 +25,7 @@ class TreeError(Exception):
     """A tree that is too deep or has too many values."""
 
 
-class Cutter:
+class TreeSplitter:
     """Splits a value into frames. `most`: the limit of lists, dicts, keys and texts. Numbers cost only their bytes;
     these also cost garbage collector time."""
 
@@ -46,8 +46,8 @@ class Cutter:
         self._left -= 1 + (len(value) if isinstance(value, dict) else 0)
         if self._left < 0:
             raise TreeError(f"the body has more than {self._most} JSON values other than numbers; split it")
-        if depth > MOST_DEPTH:
-            raise TreeError(f"the body is nested deeper than {MOST_DEPTH} levels; send it flat")
+        if depth > MAX_DEPTH:
+            raise TreeError(f"the body is nested deeper than {MAX_DEPTH} levels; send it flat")
         if isinstance(value, tuple):
             value = list(value)
         if isinstance(value, msgspec.Struct):

@@ -79,10 +79,10 @@ class Classifier:
         finally:
             over.set()  # a thread cannot be cancelled: it checks this before each prompt
 
-    async def spelled(self, served: ServedModel, prompt: Prompt) -> list[int]:
+    async def full_tokens(self, served: ServedModel, prompt: Prompt) -> list[int]:
         """Tokens of a prompt, without a length limit."""
         try:
-            return await asyncio.to_thread(spelled, served.intake(), prompt, Cut())
+            return await asyncio.to_thread(full_tokens, served.intake(), prompt, Cut())
         except Refused as error:
             raise HttpError(400, error.type, str(error)) from error
 
@@ -189,7 +189,7 @@ def _tokenised(
 
 
 def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
-    tokens = spelled(intake, prompt, cut)
+    tokens = full_tokens(intake, prompt, cut)
     if not tokens:
         raise Refused("empty", "the prompt has no tokens; expected at least one")
     if len(tokens) > intake.limit:
@@ -200,7 +200,7 @@ def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
     return tokens
 
 
-def spelled(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
+def full_tokens(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
     if isinstance(prompt, Text):
         return _encoded(intake, prompt, cut)
     if isinstance(prompt, Chat):

@@ -32,7 +32,7 @@ class ProtocolRoutes(ABC):
         """Additional routes below its base path /NAME, whose paths belong to another protocol elsewhere."""
         return []
 
-    def strangers(self) -> list[tuple[str, Route]]:
+    def catch_alls(self) -> list[tuple[str, Route]]:
         """Catch-all routes by path prefix, for all other paths there."""
         return []
 

@@ -56,17 +56,17 @@ def protocol_routes(scoring: ScoringService, names: Sequence[str] | None, more: 
     more = [route for route in more if route.protocol in spoken]
     others = [*more, *(route for protocol in protocols for route in protocol.routes())]
     shapes = {start: writer for protocol in protocols for start, writer in protocol.shapes.items()}
-    strangers: dict[str, Route] = {}
+    catch_alls: dict[str, Route] = {}
     for protocol in protocols:
-        strangers.update(protocol.strangers())
+        catch_alls.update(protocol.catch_alls())
     our = NativeRoutes(scoring, others)
     native = our.routes()
     for base in ("", *(f"/{protocol.name}" for protocol in protocols)):
         path = f"{base}{ONE_MODEL}"
-        strangers[path] = Route("", path, "key", our.show_model, base[1:] or NATIVE, errors=write_error)
+        catch_alls[path] = Route("", path, "key", our.show_model, base[1:] or NATIVE, errors=write_error)
     based = [route for protocol in protocols for route in below_base_path(protocol, native, more)]
     shapes |= {f"/{protocol.name}/": protocol.errors for protocol in protocols}
-    return Routes([*native, *others, *based], shapes, strangers)
+    return Routes([*native, *others, *based], shapes, catch_alls)
 
 
 def below_base_path(protocol: ProtocolRoutes, native: Sequence[Route], more: Sequence[Route] = ()) -> list[Route]:

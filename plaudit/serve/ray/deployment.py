@@ -24,7 +24,7 @@ from plaudit.errors import ConfigError, ModelError, one_line
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.ray.config import application_name
 from plaudit.serve.ray.replica import build
-from plaudit.serve.ray.seats import seats
+from plaudit.serve.ray.replica_ids import replica_ids
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.deployment import Deployment
@@ -78,8 +78,8 @@ class RayLink:
     """The connection to one Ray Serve replica, over which batches are sent as to a local worker. It is never
     restarted: a new connection is a new link."""
 
-    def __init__(self, seat: str, application: str, owner: Owner, waiting: Callable[[], int]) -> None:
-        self.seat = seat
+    def __init__(self, replica_id: str, application: str, owner: Owner, waiting: Callable[[], int]) -> None:
+        self.replica_id = replica_id
         self.state: State = "loading"
         self.reason = "connecting to the replica"
         self.hello: frames.Hello | None = None
@@ -91,7 +91,7 @@ class RayLink:
         self._waiting = waiting
         self._writer: asyncio.StreamWriter | None = None
         self._loaded: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._live(application), name=f"ray-{seat}")
+        self._task = asyncio.create_task(self._live(application), name=f"ray-{replica_id}")
 
     @property
     def public_reason(self) -> str:
@@ -139,7 +139,7 @@ class RayLink:
 
     async def _connect(self, application: str) -> None:
         async with asyncio.timeout(CALL_SECONDS):
-            address = await serve.get_deployment_handle("model", application).introduce.remote(seat=self.seat)
+            address = await serve.get_deployment_handle("model", application).address.remote(replica_id=self.replica_id)
             if address is None:
                 return
             host, port, token = address
@@ -189,7 +189,7 @@ class RayDeployment(Deployment):
         }  # fmt: skip
         self._least = int(table.get("replicas", 1))
         self._ours = False
-        self._next_seat = ""
+        self._next_replica = ""
         self._failed_at: dict[str, float] = {}
         self._follow: asyncio.Task[None] | None = None
         super().__init__(
@@ -203,8 +203,8 @@ class RayDeployment(Deployment):
             raise ModelError(f"cannot serve {self.name}: {one_line(error)}") from error
         async with asyncio.timeout(self._load_seconds):
             # The first call creates the handle's router, which then receives updates of the replicas.
-            await serve.get_deployment_handle("model", self.application).configured.remote(seat="")
-            self._follow = asyncio.create_task(self._follow_seats())
+            await serve.get_deployment_handle("model", self.application).configured.remote(replica_id="")
+            self._follow = asyncio.create_task(self._follow_replicas())
             while sum(replica.ready for replica in self.replicas) < self._least:
                 await asyncio.sleep(LOOK_SECONDS)
         hello = next(replica.wire.hello for replica in self.replicas if replica.ready)
@@ -227,7 +227,7 @@ class RayDeployment(Deployment):
     def on_change(self) -> None:
         for replica in [replica for replica in self.replicas if replica.wire.state == "failed"]:
             assert isinstance(replica.wire, RayLink)
-            self._failed_at[replica.wire.seat] = time.monotonic()
+            self._failed_at[replica.wire.replica_id] = time.monotonic()
             self.replicas.remove(replica)
         super().on_change()
 
@@ -236,26 +236,28 @@ class RayDeployment(Deployment):
         running = serve.status().applications.get(self.application)
         if running is not None and running.status == "RUNNING" and not self._ours:
             handle = serve.get_deployment_handle("model", self.application)
-            if handle.configured.remote(seat="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
+            if handle.configured.remote(replica_id="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
                 return
         self._ours = True
         serve.run(build(self._arguments), name=self.application, route_prefix=None)
 
     def _link(self, number: int, owner: Owner) -> RayLink:
-        return RayLink(self._next_seat, self.application, owner, lambda: self.queue.tokens)
+        return RayLink(self._next_replica, self.application, owner, lambda: self.queue.tokens)
 
-    async def _follow_seats(self) -> None:
+    async def _follow_replicas(self) -> None:
         while True:
-            there = seats(self.application)
-            connected = {replica.wire.seat: replica for replica in self.replicas if isinstance(replica.wire, RayLink)}
-            for seat in sorted(there - connected.keys()):
-                if time.monotonic() - self._failed_at.get(seat, 0.0) > ABSENT_SECONDS:
-                    self._next_seat = seat
+            there = replica_ids(self.application)
+            connected = {
+                replica.wire.replica_id: replica for replica in self.replicas if isinstance(replica.wire, RayLink)
+            }
+            for replica_id in sorted(there - connected.keys()):
+                if time.monotonic() - self._failed_at.get(replica_id, 0.0) > ABSENT_SECONDS:
+                    self._next_replica = replica_id
                     self._change(self._arrive(self._add()))
-            for seat in connected.keys() - there:
-                if not connected[seat].leaving:  # it finishes its jobs
-                    self.retire(connected[seat])
-            self._failed_at = {seat: at for seat, at in self._failed_at.items() if seat in there}
+            for replica_id in connected.keys() - there:
+                if not connected[replica_id].leaving:  # it finishes its jobs
+                    self.retire(connected[replica_id])
+            self._failed_at = {replica_id: at for replica_id, at in self._failed_at.items() if replica_id in there}
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _arrive(self, replica: Replica) -> None:

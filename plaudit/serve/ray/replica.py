@@ -21,7 +21,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.process.guard import guard_this_process
-from plaudit.process.spawn import start_anew
+from plaudit.process.spawn import spawn_new_processes
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.metrics import Metrics
@@ -46,31 +46,33 @@ class ModelReplica:
     ) -> None:
         # Ray Serve waits long for an unresponsive replica; one that has exited is replaced at once.
         guard_this_process("a replica")
-        start_anew()
+        spawn_new_processes()
         self.deployment = Deployment(
             "model", 0, table, ScoreCache(0), Metrics(), environment, load_seconds, lambda: None
         )  # fmt: skip
         self.table = table
         self.hello = await self.deployment.opened()
-        self.seat = serve.get_replica_context().replica_id.unique_id
+        self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.host = host or ray.util.get_node_ip_address()
-        self.server = await asyncio.start_server(self._visit, self.host, 0)
+        self.server = await asyncio.start_server(self._accept, self.host, 0)
         self.waiting = (0.0, 0)
 
-    async def configured(self, *, seat: str) -> dict[str, Any]:
+    async def configured(self, *, replica_id: str) -> dict[str, Any]:
         return self.table
 
-    async def introduce(self, *, seat: str) -> tuple[str, int, bytes] | None:
+    async def address(self, *, replica_id: str) -> tuple[str, int, bytes] | None:
         """The address and the token for servers; None if the call was meant for another replica."""
-        return (self.host, self.server.sockets[0].getsockname()[1], self.token) if seat == self.seat else None
+        return (
+            (self.host, self.server.sockets[0].getsockname()[1], self.token) if replica_id == self.replica_id else None
+        )
 
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(TOKEN_SECONDS):
                 token = await reader.readexactly(TOKEN_BYTES)
             if hmac.compare_digest(token, self.token):
-                await Visit(self, writer).run(reader)
+                await ServerConnection(self, writer).run(reader)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
@@ -92,7 +94,7 @@ class ModelReplica:
             await self.deployment.close()
 
 
-class Visit:
+class ServerConnection:
     """The connection of one server."""
 
     def __init__(self, replica: ModelReplica, writer: asyncio.StreamWriter) -> None:
@@ -102,7 +104,7 @@ class Visit:
         self._done: list[int] = []
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        alive = asyncio.create_task(self._say_alive())
+        alive = asyncio.create_task(self._send_heartbeats())
         unpacker = frames.Unpacker()
         try:
             self._send(self.replica.hello)
@@ -140,7 +142,7 @@ class Visit:
         answers = [(id, self._open.pop(id).answers[0]) for id in done if id in self._open]
         self._send(_results(answers, self.replica.deployment))
 
-    async def _say_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY)
             worker = self.replica.deployment.replicas
@@ -200,7 +202,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_timeout_s": 30.0,
-        "request_router_config": RequestRouterConfig(request_router_class="plaudit.serve.ray.router:SeatRouter"),
+        "request_router_config": RequestRouterConfig(request_router_class="plaudit.serve.ray.router:ReplicaRouter"),
     }
     if isinstance(table, ReadByEngine) and table.max_replicas is not None:
         policy = AutoscalingPolicy(

@@ -9,16 +9,16 @@ from __future__ import annotations
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
-class SeatRouter(RequestRouter):  # type: ignore[misc]
+class ReplicaRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Returns the named replica. If it no longer exists, another one answers and reports that."""
-        seat = None if pending_request is None else pending_request.kwargs.get("seat")
-        return [[r for r in candidate_replicas if r.replica_id.unique_id == seat] or candidate_replicas]
+        replica_id = None if pending_request is None else pending_request.kwargs.get("replica_id")
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == replica_id] or candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from plaudit.serve.ray.seats import tell
+        from plaudit.serve.ray.replica_ids import update
 
         super().update_replicas(replicas)
-        tell(self.app_name, frozenset(replica.replica_id.unique_id for replica in replicas))
+        update(self.app_name, frozenset(replica.replica_id.unique_id for replica in replicas))

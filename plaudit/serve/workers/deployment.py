@@ -28,7 +28,7 @@ from plaudit.serve.workers.cache import ScoreCache, work_key
 from plaudit.serve.workers.jobs import Answer, GenerateJob, Job, Ticket
 from plaudit.serve.workers.link import Link, Owner, State
 from plaudit.serve.workers.queue import FairQueue
-from plaudit.serve.workers.replica import GUILTY, PROBE_ID, SUSPECT, Connect, Replica
+from plaudit.serve.workers.replica import ISOLATE_AFTER, PROBE_ID, REJECT_AFTER, Connect, Replica
 from plaudit.serve.workers.routing import Affinity
 
 WORKER, ENCODER = "plaudit.serve.workers.worker", "plaudit.serve.workers.encoder_worker"
@@ -303,7 +303,7 @@ class Deployment:
         self._pumping = False
         batches: dict[Replica, list[Job]] = {}
         while (available := [r for r in self.replicas if r.has_capacity]) and (job := self._next(available)):
-            suspect = job.deaths >= SUSPECT
+            suspect = job.deaths >= ISOLATE_AFTER
             among = [replica for replica in available if not replica.in_flight] if suspect else available
             if len(self.replicas) == 1:
                 (chosen,) = among
@@ -325,7 +325,7 @@ class Deployment:
     def _next(self, available: Sequence[Replica]) -> Job | None:
         """The next work for one of these replicas. A work suspected of crashing workers waits for an idle one."""
         if self._again:
-            if self._again[0].deaths >= SUSPECT and all(replica.in_flight for replica in available):
+            if self._again[0].deaths >= ISOLATE_AFTER and all(replica.in_flight for replica in available):
                 return None
             return self._again.popleft()
         return self.queue.take()
@@ -363,12 +363,12 @@ class Deployment:
             self._pump_soon()
         self._tell()
 
-    def take_back(self, jobs: list[Job]) -> bool:
+    def requeue(self, jobs: list[Job]) -> bool:
         """Queue these jobs first, in their order."""
         for job in jobs:
             job.deaths += 1
             del self._holder[job.id]
-        if len(jobs) == 1 and jobs[0].deaths >= GUILTY:
+        if len(jobs) == 1 and jobs[0].deaths >= REJECT_AFTER:
             message = f"the worker crashed {jobs[0].deaths} times while it computed this item"
             self._answer_all(jobs, ItemError("worker_crash", message))
             return True

@@ -23,10 +23,10 @@ SILENCE_SECONDS = 10.0  # without a heartbeat: the process is stopped or the mac
 KILL_SECONDS = 30.0  # without a heartbeat: the worker is killed and restarted
 HANG_SECONDS = 300.0  # heartbeats but no results while jobs are in flight
 MOST_DEATHS = 3  # crashes in a row, each without a single result
-MOST_BLAMED = 4  # items in a row that may be blamed for crashes before the worker itself is considered broken
+MAX_BLAMED = 4  # items in a row that may be blamed for crashes before the worker itself is considered broken
 PAUSE_SECONDS = 0.2  # before the second start in a row; the delay grows with every further one
 LONGEST_PAUSE = 30.0
-STARTING_AGAIN = "its worker crashed and is restarting"
+RESTARTING = "its worker crashed and is restarting"
 
 
 class Owner(Protocol):
@@ -125,11 +125,11 @@ class Link:
             # From here on nothing can be sent, so the state must change before anything else runs.
             first = not self._hello_future.done()
             blamed = self._owner.on_death()
-            self.state, self.reason, self._public = "loading", STARTING_AGAIN, STARTING_AGAIN
+            self.state, self.reason, self._public = "loading", RESTARTING, RESTARTING
             code = await self._end()
             if self._served:
                 self._deaths = self._blamed = 0
-            elif blamed and self._blamed < MOST_BLAMED:
+            elif blamed and self._blamed < MAX_BLAMED:
                 self._deaths, self._blamed = 0, self._blamed + 1
             elif started:
                 self._deaths += 1
@@ -140,7 +140,7 @@ class Link:
             if self._deaths >= MOST_DEATHS:
                 return self._give_up(f"{why}, {self._deaths} times in a row without a result")
             self.restarts += 1
-            self._set("loading", f"{why}; restarting it", STARTING_AGAIN)
+            self._set("loading", f"{why}; restarting it", RESTARTING)
             backoff = PAUSE_SECONDS * 2 ** min(self._unstartable, 10) if self._unstartable else 0.0
             await asyncio.sleep(min(LONGEST_PAUSE, max(backoff, PAUSE_SECONDS * self._deaths)))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-MOST_DEAD = 1024  # cancelled items that may remain in the queue
+MAX_DEAD = 1024  # cancelled items that may remain in the queue
 
 
 class Costed(Protocol):
@@ -72,7 +72,7 @@ class FairQueue(Generic[J]):
         self.items -= 1
         self.tokens -= job.cost
         self._dead += 1
-        if self._dead > max(MOST_DEAD, self.items):
+        if self._dead > max(MAX_DEAD, self.items):
             self._sweep()
 
     def take(self) -> J | None:

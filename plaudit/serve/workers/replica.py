@@ -17,8 +17,8 @@ from plaudit.serve.workers.link import HANG_SECONDS, KILL_SECONDS, SILENCE_SECON
 
 WINDOW = 4  # in-flight tokens of a worker, in step budgets: enough to batch and sort, few enough to stay fair
 WINDOW_ITEMS = 2048
-SUSPECT = 2  # a work in flight at this many crashes of a worker runs alone from now on ...
-GUILTY = 3  # ... and after this many it is failed
+ISOLATE_AFTER = 2  # a work in flight at this many crashes of a worker runs alone from now on ...
+REJECT_AFTER = 3  # ... and after this many it is failed
 PROBE_SECONDS = 5.0
 FRESH_SECONDS = 1.0  # a result this recent proves the model's health as well as a probe
 PROBE_ID = 0
@@ -63,7 +63,7 @@ class ReplicaOwner(Protocol):
 
     def on_counted(self, steps: int, computed: int, shared: int, budget: int) -> None: ...
 
-    def take_back(self, jobs: list[Job]) -> bool:
+    def requeue(self, jobs: list[Job]) -> bool:
         """A worker has crashed with these jobs. Returns whether one of them is known to be the cause."""
 
     def on_capacity(self) -> None:
@@ -105,7 +105,7 @@ class Replica:
         """Whether it can take a job. A suspected job runs alone, so that the cause of crashes is identified."""
         if not self.ready or not self.wire.writable or self.leaving:
             return False
-        if len(self.in_flight) == 1 and next(iter(self.in_flight.values())).deaths >= SUSPECT:
+        if len(self.in_flight) == 1 and next(iter(self.in_flight.values())).deaths >= ISOLATE_AFTER:
             return False
         return not self.in_flight or (
             self.in_flight_tokens < WINDOW * self.budget and len(self.in_flight) < WINDOW_ITEMS
@@ -204,7 +204,7 @@ class Replica:
             self._probe.set_result(False)
             self._probe = None
         jobs, self.in_flight, self.in_flight_tokens = list(self.in_flight.values()), {}, 0
-        return self._keeper.take_back(jobs)
+        return self._keeper.requeue(jobs)
 
     def _answer(self, id: int, answer: Answer) -> None:
         if id == PROBE_ID:

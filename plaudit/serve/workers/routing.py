@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 SHORTEST = 16  # the shortest prefix stored: a block of the CPU's KV cache
-MOST_PREFIXES = 1 << 16  # prefixes stored
+MAX_PREFIXES = 1 << 16  # prefixes stored
 ESCAPE = 1.0
 
 
@@ -46,7 +46,7 @@ class Affinity:
         for beginning in beginnings:
             self._replica_by_prefix[beginning] = chosen.number
             self._replica_by_prefix.move_to_end(beginning)
-        while len(self._replica_by_prefix) > MOST_PREFIXES:
+        while len(self._replica_by_prefix) > MAX_PREFIXES:
             self._replica_by_prefix.popitem(last=False)
         return chosen
 

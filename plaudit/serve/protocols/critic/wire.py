@@ -40,7 +40,7 @@ LONGEST_ID = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingRows:
     """Rows to train on. `mask`, `returns` and `values` are flat, with one entry for each token after a row's prompt.
 
     prompts    the number of tokens of each row before the first one trained on
@@ -64,7 +64,7 @@ def write_error(error: HttpError, request_id: str) -> Reply:
     return reply
 
 
-def read_lesson(infer: Infer) -> Lesson:
+def read_training_rows(infer: Infer) -> TrainingRows:
     tensors = [_needed(infer, spec.name) for spec in TRAIN.inputs]
     tokens = _matrix(tensors[0], "tokens", "iu")
     count, columns = tokens.shape
@@ -84,12 +84,12 @@ def read_lesson(infer: Infer) -> Lesson:
     if not np.isin(mask, (0, 1)).all():
         row, column = np.argwhere(~np.isin(mask, (0, 1)))[0].tolist()
         raise _bad(f"mask[{row}, {column}] is {mask[row, column]:g}; expected 0 or 1")
-    return _lesson(tokens, returns, values, mask.astype(bool), infer.parameters)
+    return _training_rows(tokens, returns, values, mask.astype(bool), infer.parameters)
 
 
-def _lesson(
+def _training_rows(
     tokens: np.ndarray, returns: np.ndarray, values: np.ndarray, mask: np.ndarray, parameters: Mapping[str, Any]
-) -> Lesson:
+) -> TrainingRows:
     rows, prompts, spans = [], [], []
     for row in np.flatnonzero(mask.any(axis=1)).tolist():
         where = np.flatnonzero(mask[row])
@@ -108,7 +108,7 @@ def _lesson(
         raise _bad(f"parameter update_id is {str(id)[:40]!r}; expected at most {LONGEST_ID} characters")
     if updates is not None and (type(updates) is not int or updates < 0):
         raise _bad(f"parameter updates is {str(updates)[:40]!r}; expected a number of updates")
-    return Lesson(rows, prompts, flat(mask, "?"), flat(returns, "<f4"), flat(values, "<f4"), id, updates)
+    return TrainingRows(rows, prompts, flat(mask, "?"), flat(returns, "<f4"), flat(values, "<f4"), id, updates)
 
 
 def check_save(infer: Infer) -> None:

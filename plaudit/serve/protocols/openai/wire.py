@@ -23,7 +23,7 @@ MOST_LIKELY = 20
 MOST = 2**31 - 1
 SHORT = 16  # default max_tokens of a completion, as in OpenAI's API
 CODES = {"unknown_model": "model_not_found", "too_long": "context_length_exceeded", "unauthorised": "invalid_api_key"}
-NOT_HERE: dict[str, tuple[Any, ...]] = {  # unsupported fields and their neutral values
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # unsupported fields and their neutral values
     "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
     "modalities": (["text"],), "prediction": (), "web_search_options": (), "use_beam_search": (False,),
     "length_penalty": (1,), "structured_outputs": (), "guided_choice": (), "guided_grammar": (),
@@ -183,7 +183,7 @@ def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
 
 
 def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
-    for name, harmless in NOT_HERE.items():
+    for name, harmless in UNSUPPORTED.items():
         value = fields.get(name)
         if value is not None and value not in harmless:
             what = shown(value) if not isinstance(value, int) else value

@@ -21,7 +21,7 @@ from plaudit.serve.protocols.classifier import Classifier, Prompt, Text
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.sglang import ets_wire as ets
 from plaudit.serve.protocols.sglang import wire as sglang
-from plaudit.serve.protocols.sglang.wire import SglangInputs, Wish
+from plaudit.serve.protocols.sglang.wire import LogprobRequest, SglangInputs
 from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, ScoringService
 
 StepList = tuple[int, Sequence[float]]  # the number of tokens of a path, and the scores of its steps
@@ -246,7 +246,7 @@ class SGLangRoutes(ProtocolRoutes):
         return rows
 
 
-def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | None]:
+def _generate_works(tokens: list[int], wish: LogprobRequest) -> tuple[Work | None, Work | None]:
     """The works for the positions before the last token, and for the last token. They share the computation."""
     count = len(tokens)
     start = count if wish.start is None else wish.start

@@ -49,7 +49,7 @@ class SglangInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LogprobRequest:
     """The log-probs requested for one input. start: None requests no log-probs of the input's own tokens."""
 
     logprobs: bool
@@ -57,13 +57,13 @@ class Wish:
     tokens: tuple[int, ...]
 
 
-NO_WISH = Wish(False, None, ())
+NO_LOGPROBS = LogprobRequest(False, None, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
     inputs: SglangInputs
-    wishes: list[Wish]
+    wishes: list[LogprobRequest]
     named: bool  # the entries' third element is the token's text
 
 
@@ -163,14 +163,16 @@ def read_generate(fields: Mapping[str, Any]) -> Generate:
     starts = _each(request.logprob_start_len, count, "logprob_start_len")
     chosen = _token_rows(request.token_ids_logprob or [], count)
     wishes = [
-        Wish(True, start if start is not None and start >= 0 else None, tuple(tokens)) if logprobs else NO_WISH
+        LogprobRequest(True, start if start is not None and start >= 0 else None, tuple(tokens))
+        if logprobs
+        else NO_LOGPROBS
         for logprobs, start, tokens in zip(returned, starts, chosen, strict=True)
     ]
     return Generate(inputs, wishes, request.return_text_in_logprobs)
 
 
 def write_generate(
-    tokens: Sequence[int], wish: Wish, read: np.ndarray | None, last: np.ndarray | None, name: Name,
+    tokens: Sequence[int], wish: LogprobRequest, read: np.ndarray | None, last: np.ndarray | None, name: Name,
     meta: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """read: log-probs of the next token, followed by those of the requested tokens, for the positions from `start` to

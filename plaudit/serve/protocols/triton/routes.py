@@ -20,7 +20,7 @@ from plaudit.serve.protocols.triton import wire as triton
 from plaudit.serve.scoring import SCORED, ScoringService
 
 WORTH_PACKING = 1024  # bytes
-MOST_NAMED = 20  # models listed in an error
+MAX_NAMED = 20  # models listed in an error
 METADATA = "Triton: inputs and outputs of the model in the path"
 CONFIG = "Triton: configuration of the model in the path"
 STATS = "Triton: counts and times of the model in the path"
@@ -60,7 +60,7 @@ class TritonRoutes(ProtocolRoutes):
                 ]
         return routes
 
-    def strangers(self) -> list[tuple[str, Route]]:
+    def catch_alls(self) -> list[tuple[str, Route]]:
         """The catch-all for paths of unknown models. It needs a key, because the error lists the served models."""
         return [("/v2/models/", self.route("", "/v2/models/", self.unknown, ""))]
 
@@ -69,7 +69,7 @@ class TritonRoutes(ProtocolRoutes):
 
     async def unknown(self, request: Request) -> Reply:
         name, _, rest = request.path.removeprefix("/v2/models/").partition("/")
-        served = ", ".join(self.names[:MOST_NAMED]) or "none"
+        served = ", ".join(self.names[:MAX_NAMED]) or "none"
         if rest.rpartition("/")[2] == "ready":
             raise HttpError(400, "unknown_model", f"Model version not ready: {request.path[:200]!r}; served: {served}")
         if name in self.names:

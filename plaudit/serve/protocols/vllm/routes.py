@@ -143,7 +143,7 @@ class VllmRoutes(ProtocolRoutes):
         served = self.classifier.find(parsed.model)
         intake = served.intake()
         chat = None if parsed.messages is None else Chat(parsed.messages, parsed.add_generation_prompt)
-        tokens = await self.classifier.spelled(served, chat or Text(parsed.prompt or "", special=parsed.special))
+        tokens = await self.classifier.full_tokens(served, chat or Text(parsed.prompt or "", special=parsed.special))
         strings = intake.tokenizer.convert_ids_to_tokens(tokens) if parsed.return_token_strs else None
         return Reply.json(vllm.tokenized(tokens, strings, intake.limit))
 
