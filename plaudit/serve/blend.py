@@ -21,8 +21,8 @@ class ServedBlend:
         self._table = table
         self._members = {member: members[member] for member in table.members}
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
+        tasks = [asyncio.create_task(member.score(items, context)) for member in self._members.values()]
         try:
             scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
         finally:

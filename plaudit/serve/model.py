@@ -144,7 +144,7 @@ class ServedModel:
     def _serves(self, version: Version) -> None:
         self._resources.metrics.version.labels(self.name, version.name).set(1)
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
         version = self.current
         deployment, reading = version.deployment, version.reading
         if reading is None or deployment.state == "failed":
@@ -160,21 +160,21 @@ class ServedModel:
             )  # fmt: skip
         with deployment.in_use():
             began = time.perf_counter()
-            works = await self._prepare(reading, items, ask)
+            works = await self._prepare(reading, items, context)
             seconds = time.perf_counter() - began
             self._resources.metrics.prepare_seconds.labels(self.name).observe(seconds)
             if (trace := TRACE.get()) is not None:
                 trace.prepared(seconds)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
-            answers = await self._compute(deployment, sound, tokens, ask)
+            answers = await self._compute(deployment, sound, tokens, context)
         results = _finished(reading, works, answers, deployment.version)
         values = [r.aggregate if isinstance(r, StepScores) else r.value for r in results]
         scores = [value for value in values if value is not None]
         self._count(version, len(scores), len(results), time.perf_counter() - began, sum(scores))
         return ScoredItems(deployment.version, results, tokens)
 
-    async def read(self, works: Sequence[Work | GenerateJob], ask: RequestContext) -> tuple[str, list[Answer]]:
+    async def read(self, works: Sequence[Work | GenerateJob], context: RequestContext) -> tuple[str, list[Answer]]:
         """Returns the version, and for each work the model's rows or the continuation of the prompt."""
         version = self.current
         deployment = version.deployment
@@ -182,7 +182,7 @@ class ServedModel:
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         began = time.perf_counter()
         with deployment.in_use():
-            answers = await self._compute(deployment, works, sum(work.cost for work in works), ask)
+            answers = await self._compute(deployment, works, sum(work.cost for work in works), context)
         good = sum(not isinstance(answer, ItemError) for answer in answers)
         self._count(version, good, len(answers), time.perf_counter() - began)
         return deployment.version, answers
@@ -212,17 +212,21 @@ class ServedModel:
         return version.reading.intake
 
     async def _compute(
-        self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, ask: RequestContext
+        self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, context: RequestContext
     ) -> list[Answer]:
         paths: list[Path] = []
         left = works
-        if ask.path:
-            paths = [deployment.path(work, ask.salt, recall=ask.cache) for work in works if isinstance(work, Work)]
+        if context.path:
+            paths = [
+                deployment.path(work, context.salt, recall=context.cache) for work in works if isinstance(work, Work)
+            ]
             left = [path.rest for path in paths if path.rest is not None]
-        with self._resources.admission.tokens(ask.tenant, tokens):
-            ticket = deployment.submit(left, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
-            answers = await self._wait(deployment, ticket, ask)
-        if not ask.path:
+        with self._resources.admission.tokens(context.tenant, tokens):
+            ticket = deployment.submit(
+                left, tenant=context.tenant, priority=context.priority, salt=context.salt, cached=context.cache
+            )
+            answers = await self._wait(deployment, ticket, context)
+        if not context.path:
             return answers
         remaining = iter(answers)
         return [path.joined(None if path.rest is None else next(remaining)) for path in paths]
@@ -300,7 +304,7 @@ class ServedModel:
         self._deployments.discard(deployment)
 
     async def _prepare(
-        self, reading: Scoring, items: Sequence[Item], ask: RequestContext
+        self, reading: Scoring, items: Sequence[Item], context: RequestContext
     ) -> list[Work | GenerateJob | ItemError]:
         if _small(items):
             return _prepared(reading, items, None)
@@ -308,15 +312,15 @@ class ServedModel:
         pieces = [items[start : start + TOGETHER] for start in range(0, len(items), TOGETHER)]
         calls = [(partial(_prepared, reading, piece, over), sum(map(_guessed_tokens, piece))) for piece in pieces]
         try:
-            works = await self._resources.calls.run(calls, ask.tenant, ask.deadline, ask.priority)
+            works = await self._resources.calls.run(calls, context.tenant, context.deadline, context.priority)
         finally:
             over.set()  # a thread cannot be cancelled: it checks this before each item
         return [work for piece in works for work in piece]
 
-    async def _wait(self, deployment: Deployment, ticket: Ticket, ask: RequestContext) -> list[Answer]:
+    async def _wait(self, deployment: Deployment, ticket: Ticket, context: RequestContext) -> list[Answer]:
         metrics = self._resources.metrics
         # asyncio.timeout does the same but is several times slower, which matters for small requests.
-        timer = asyncio.get_running_loop().call_later(ask.deadline - time.monotonic(), ticket.expire)
+        timer = asyncio.get_running_loop().call_later(context.deadline - time.monotonic(), ticket.expire)
         try:
             await ticket.done
         except TimeoutError:
@@ -351,13 +355,13 @@ class ServedCalls:
         self._calls = FairCalls(self._threads, threads)
         self._seconds = CALL_SECONDS  # recent duration per item
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
         # As many per thread call as take CALL_SECONDS, so that slow items do not delay others.
         size = max(1, min(TOGETHER, int(CALL_SECONDS / max(self._seconds, 1e-6))))
         pieces = [items[start : start + size] for start in range(0, len(items), size)]
         calls = [(partial(self._score, piece), sum(map(_guessed_tokens, piece))) for piece in pieces]
-        with self._resources.admission.tokens(ask.tenant, sum(cost for _, cost in calls)):
-            results = await self._calls.run(calls, ask.tenant, ask.deadline, ask.priority)
+        with self._resources.admission.tokens(context.tenant, sum(cost for _, cost in calls)):
+            results = await self._calls.run(calls, context.tenant, context.deadline, context.priority)
         return ScoredItems(self._version, [result for piece in results for result in piece], 0)
 
     def _score(self, items: Sequence[Item]) -> list[Result]:

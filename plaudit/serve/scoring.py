@@ -92,7 +92,7 @@ class ScoringService:
         """Returns a result per item. HttpError if there are too many, or if the whole request fails."""
         self.check_count(len(items))
         request.model = served.name
-        scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
+        scored = await served.score(items, self._context(request, priority, cache, path=served.kind == "process"))
         request.tokens += scored.tokens
         self._count(served.name, [result.error for result in scored.results], request)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
@@ -106,7 +106,7 @@ class ScoringService:
         """Returns the version, and for each work the model's rows, the continuation, or an ItemError."""
         self.check_count(len(works))
         request.model = served.name
-        version, answers = await served.read(works, self._ask(request, priority, True, path))
+        version, answers = await served.read(works, self._context(request, priority, True, path))
         request.tokens += sum(len(work.tokens) for work in works)
         self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request)
         return version, answers
@@ -130,7 +130,7 @@ class ScoringService:
                 422, "too_many_items", f"{count} inputs in one request; the limit is {self.most_items}; split it"
             )
 
-    def _ask(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
+    def _context(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
         salt = request.tenant if self._salted else ""
         return RequestContext(request.tenant, request.id, request.deadline, priority, cache, salt, path)
 
