@@ -1,5 +1,4 @@
-"""Records shared by all packages. Frozen, slotted, free of torch: they are sent between processes and over HTTP as
-is."""
+"""Records shared by all packages: frozen, slotted, free of torch, sent between processes and over HTTP as is."""
 
 from __future__ import annotations
 
@@ -82,7 +81,6 @@ class Sample:
     mask               1 = the policy's token, 0 = a tool's or the environment's
     tempered_logprobs  if more than a temperature was applied: under the full softmax at that temperature
     top_logprobs       if requested: the likeliest tokens at each position, best first, under the model's own
-                       distribution
     prompt_logprobs, prompt_top_logprobs   like raw_logprobs and top_logprobs, for the prompt after its first token
     experts            for a mixture of experts, if recorded (core/routing.py): of each computed token, router by router
     """

@@ -59,20 +59,14 @@ def serve_rewards(
     pipeline_parallel: Annotated[
         int | None, typer.Option(min=1, metavar="M", help="Pipeline stages of each model, with N ranks each.")
     ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Data-parallel workers of each model.")
-    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replicas of each model.")] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Run the workers with Ray Serve: local, auto, or an address.")
     ] = None,
     api_key_file: ApiKeyFile = None,
     drain_delay: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Time from SIGTERM to draining: reported as not ready, but accepting requests.",
-        ),
+        typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to draining: not ready, accepting requests."),
     ] = None,
     state_file: StateFile = None,
     grpc_port: GrpcPort = None,

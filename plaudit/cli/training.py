@@ -26,17 +26,12 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run directory's content and start over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and exit.")] = False,
-    rollout_only: Annotated[
-        bool, typer.Option("--rollout-only", help="RL: generate and score samples, no update.")
-    ] = False,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="RL: sample and score, no update.")] = False,
     train_only: Annotated[
         Path | None, typer.Option(metavar="RUN", help="RL: train on the samples that a run dumped, generate none.")
     ] = None,
     replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="RL: repeat the training on a run's dump and compare all numbers with its log."
-        ),
+        Path | None, typer.Option(metavar="RUN", help="RL: repeat a run's training on its dump, compare with its log.")
     ] = None,
     track: Annotated[
         str | None, typer.Option(metavar="TRACKER", help="Send metrics during training: tensorboard, wandb or trackio.")
@@ -55,9 +50,7 @@ def train(
         _replay(replay, out or replay / "replay")
         return
     if recipe is None:
-        raise ConfigError(
-            "the recipe is missing: expected a file or a name such as sums-sft; `plaudit recipes` lists them"
-        )
+        raise ConfigError("the recipe is missing: give a file or a name such as sums-sft (`plaudit recipes`)")
     tree = load_recipe(recipe, sets)
     if dry_run:
         typer.echo(to_toml(tree), nl=False)
@@ -83,10 +76,7 @@ def train(
         raise typer.Exit(launch_on_ray(tree, sys.argv[1:], directory))
     if tree.resources.ranks > 1:
         if rollout_only:
-            raise ConfigError(
-                f"--rollout-only runs in one process, but resources has {tree.resources.ranks} ranks; "
-                "remove one of them"
-            )
+            raise ConfigError(f"--rollout-only runs in one process, but resources has {tree.resources.ranks} ranks")
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
     with tracked(directory, track) as begin_tracking, shown_live(directory, live, tree.resources.ranks) as begin_page:

@@ -189,7 +189,7 @@ class RayDeployment(Deployment):
         }  # fmt: skip
         self._least = int(table.get("replicas", 1))
         self._ours = False
-        self._next_replica = ""
+        self._next_replica_id = ""
         self._failed_at: dict[str, float] = {}
         self._follow: asyncio.Task[None] | None = None
         super().__init__(
@@ -242,7 +242,7 @@ class RayDeployment(Deployment):
         serve.run(build(self._arguments), name=self.application, route_prefix=None)
 
     def _link(self, number: int, owner: Owner) -> RayLink:
-        return RayLink(self._next_replica, self.application, owner, lambda: self.queue.tokens)
+        return RayLink(self._next_replica_id, self.application, owner, lambda: self.queue.tokens)
 
     async def _follow_replicas(self) -> None:
         while True:
@@ -252,7 +252,7 @@ class RayDeployment(Deployment):
             }
             for replica_id in sorted(there - connected.keys()):
                 if time.monotonic() - self._failed_at.get(replica_id, 0.0) > ABSENT_SECONDS:
-                    self._next_replica = replica_id
+                    self._next_replica_id = replica_id
                     self._change(self._arrive(self._add()))
             for replica_id in connected.keys() - there:
                 if not connected[replica_id].leaving:  # it finishes its jobs
