@@ -33,7 +33,7 @@ def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_check_that_is_none() -> None:
     done = plaudit_here("doctor", "dsik")
-    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: no check 'dsik'; did you mean 'disk'?")
+    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: unknown check 'dsik'; did you mean 'disk'?")
 
 
 def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
