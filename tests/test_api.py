@@ -108,7 +108,7 @@ def test_rows_are_kept_in_the_run(tmp_path: Path) -> None:
         train("sums-sft", out=tmp_path, data=rows, **keys)
     with pytest.raises(ConfigError, match=r"data has no rows"):
         train("sums-sft", out=tmp_path, data=[], **keys)
-    with pytest.raises(ConfigError, match=r"data: row 0 is no mapping of JSON values"):
+    with pytest.raises(ConfigError, match=r"data: row 0 is not a mapping of JSON values"):
         train("sums-sft", out=tmp_path, data=[{"prompt": object()}], **keys)
 
 
