@@ -20,7 +20,7 @@ __all__ = [
     "train",
 ]
 
-# Some of these load torch; the planner, the clients and `--help` must not. So they are imported when first asked for.
+# Some of these import torch, which the planner, the clients and `--help` must not, so they are imported on first use.
 _HOMES = {
     "AsyncRewardClient": "plaudit.client.client",
     "Engine": "plaudit.core",
@@ -33,7 +33,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in ("search", "train"):  # packages, which can be called
+    if name in ("search", "train"):  # callable packages
         return import_module(f"plaudit.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Training from Python: `plaudit.train(...)` runs a recipe in this process and gives back the run.
+"""Training from Python: `plaudit.train(...)` runs a recipe in this process and returns the run.
 
 from plaudit import train
 
@@ -39,10 +39,10 @@ SOURCES_OF_DATA = ("world", "path", "gym")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run left: its directory, figures, curves and model.
+    """A finished run: its directory, figures, curves and model.
 
-    directory  recipe, events, checkpoints, the model; `plaudit report DIRECTORY` makes a page of it
-    summary    the final figures, those of summary.json
+    directory  recipe, events, checkpoints, the model; `plaudit report DIRECTORY` creates a page about it
+    summary    the final figures, as in summary.json
     """
 
     directory: Path
@@ -50,17 +50,17 @@ class TrainedRun:
 
     @property
     def model(self) -> Path:
-        """The trained model's directory, as `transformers` reads it."""
+        """The trained model's directory, readable by `transformers`."""
         return self.directory / "final"
 
     @property
     def recipe(self) -> str:
-        """The whole recipe that ran, as TOML: `plaudit train FILE` runs it again."""
+        """The complete recipe of the run, as TOML: `plaudit train FILE` runs it again."""
         return (self.directory / "recipe.toml").read_text(encoding="utf-8")
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names that `curve` knows."""
+        """The names accepted by `curve`."""
         return tuple(sorted({name for _, values in self._logged() for name in values}))
 
     def curve(self, name: str) -> list[tuple[int, float]]:
@@ -85,17 +85,17 @@ def train(
     reward: str | Mapping[str, Any] | Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None,
     resume: bool = False, fresh: bool = False, on_step: OnStep | None = None, quiet: bool = False,
 ) -> TrainedRun:  # fmt: skip
-    """Train in this process: SFT, a reward or process model, preferences or RL, as the recipe says.
+    """Trains in this process: SFT, a reward or process model, preferences or RL, depending on the recipe.
 
     recipe   a name of `plaudit recipes`, a TOML file, or the tree of tables itself
-    out      the run directory; runs/<name of the recipe> without it
+    out      the run directory; default: runs/<name of the recipe>
     steps    train.steps
     model    model.path: a directory, a run, or the name of an embedded model
-    data     data.path: a file; or rows as mappings, such as a `datasets.Dataset`, which are kept in the run directory
+    data     data.path: a file; or rows as mappings, such as a `datasets.Dataset`, which are saved in the run directory
     reward   RL: a function (prompt, response, truth) -> float, or in TRL's or verl's form (docs/rewards.md); the URL of
              `plaudit serve`; a reward model's path or name; or the keys of a recipe's [reward] table
     options  further keys of the recipe by their dotted names: {"train.lr": 1e-5}
-    resume   go on from the last checkpoint, if there is one; fresh: delete what the directory holds and start over
+    resume   continue from the last checkpoint, if any; fresh: delete the directory's content and start over
     on_step  called after every step with its number and metrics
     quiet    show nothing; warnings are in the run's events
     """
@@ -134,7 +134,7 @@ def _choose(
     tree: dict[str, Any], directory: Path, *, steps: int | None, model: str | Path | None, data: Any, reward: Any,
     options: Mapping[str, Any],
 ) -> list[str]:  # fmt: skip
-    """Write what the caller gave into the tree, and return the keys it set."""
+    """Writes the caller's arguments into the tree, and returns the keys that were set."""
     chosen = dict(options)
     if steps is not None:
         chosen["train.steps"] = steps
@@ -146,7 +146,7 @@ def _choose(
         tree["data"] = {**kept, "path": str(data) if isinstance(data, str | Path) else str(_kept(data, directory))}
     if reward is not None:
         if tree.get("task") != "rl":
-            raise ConfigError(f"reward is for RL, and the recipe has task = {tree.get('task')!r}")
+            raise ConfigError(f"reward needs an RL recipe, but the recipe has task = {tree.get('task')!r}")
         tree["reward"] = _reward_table(tree.get("reward", {}), reward)
     for key, value in chosen.items():
         put(tree, key, str(value) if isinstance(value, Path) else value, f"the option {key!r}")
@@ -154,7 +154,7 @@ def _choose(
 
 
 def _reward_table(before: Mapping[str, Any], reward: Any) -> dict[str, Any]:
-    """What the recipe says about failed rewards stays; where they come from is new."""
+    """Settings for failed rewards are kept from the recipe; the reward's source is replaced."""
     general = {key: before[key] for key in ("on_error", "max_errors", "patience") if key in before}
     if isinstance(reward, Mapping):
         return {**general, **reward}
@@ -166,15 +166,15 @@ def _reward_table(before: Mapping[str, Any], reward: Any) -> dict[str, Any]:
 
 
 def _kept(rows: Iterable[Mapping[str, Any]], directory: Path) -> Path:
-    """The rows as a file of the run, named by what is in it: a resumed run with other rows is noticed."""
+    """Saves the rows as a file of the run, named by its hash: resuming with other rows is detected."""
     lines = []
     for number, row in enumerate(rows):
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"data: row {number} is no mapping of JSON values: {error}") from None
+            raise ConfigError(f"data: row {number} is not a mapping of JSON values: {error}") from None
     if not lines:
-        raise ConfigError("data has no rows")
+        raise ConfigError("data has no rows; expected at least one")
     text = "".join(lines)
     path = directory / f"data-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def _check_one_process(recipe: Recipe) -> None:
     ray = isinstance(recipe, RlRecipe) and recipe.resources.ray is not None
     if recipe.resources.ranks > 1 or ray:
         what = "Ray" if ray else f"{recipe.resources.ranks} ranks"
-        raise ConfigError(f"train() runs in this process, and resources name {what}: use `plaudit train FILE`")
+        raise ConfigError(f"train() runs in one process, but resources set {what}: use `plaudit train FILE`")
 
 
 class _Shown(Progress):

@@ -1,6 +1,6 @@
-"""Measure the machine at hand for the planner: products, memory, link, the fixed costs of decode and of training.
+"""Calibrates the planner for this machine: matrix products, memory, link, fixed costs of decoding and training.
 
-What is measured takes the place of data sheets and fitted shares: the rates are those reached, so the shares are 1.
+The measurements replace data sheets and fitted efficiencies: rates are those reached, so efficiencies are 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plaudit.train.optim.optimizer import local_master
 from plaudit.train.policy.forward import hidden_of, pack_responses
 
 FEW, MANY = 16, 48
-"""Tokens of two responses, whose difference leaves out what a call costs once."""
+"""Tokens of two responses; their difference removes the fixed cost of a call."""
 SEQUENCES = {"cpu": 32, "cuda": 256}
 
 
@@ -37,10 +37,10 @@ SEQUENCES = {"cpu": 32, "cuda": 256}
 class Shape:
     hidden: int
     product: tuple[int, int, int]
-    """Tokens, inputs and outputs of the products that find the rate: as many tokens as a micro-batch has, so that they
-    do not stay in a CPU's caches from one product to the next."""
+    """Tokens, inputs and outputs of the products that measure the rate: as many tokens as a micro-batch, so that they
+    do not stay in a CPU's caches between products."""
     block: int
-    """Bytes copied to find the bandwidth."""
+    """Bytes copied to measure the bandwidth."""
 
 
 CPU, GPU = Shape(256, (8192, 256, 768), 256 * 2**20), Shape(512, (8192, 2048, 8192), 2 * 2**30)
@@ -53,7 +53,7 @@ def measure(device: str = "auto") -> str:
     wide = torch.bfloat16 if where.type == "cuda" else torch.float32
     rate = _products(where, shape.product, wide)
     bandwidth = _bandwidth(where, shape.block)
-    # The planner takes half the bf16 rate for fp32.
+    # The planner uses half the bf16 rate for fp32.
     bf16 = rate if wide is torch.bfloat16 else 2 * rate
     layer, step, sequence = _decode(where, shape.hidden, wide)
     accelerator = {
@@ -64,21 +64,21 @@ def measure(device: str = "auto") -> str:
         "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
         "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden, wide), "packing_share": 1.0,
         "response_seconds": RESPONSE_SECONDS, "reserve_bytes": _reserve(where),
-        # A CPU's window holds the layers of small models alone: of others the blocks are gathered at every step.
+        # A CPU's window fits only the layers of small models: for others the blocks are gathered at every step.
         "cache_passes": 3.0 if where.type == "cpu" else 1.0,
         "heap_factor": heap_factor() if where.type == "cpu" else 1.0,
-        # What an engine keeps to decode with: graphs, or the window in which a CPU lays its keys out.
+        # Memory that an engine reserves for decoding: graphs, or a CPU's window of contiguous keys.
         "graph_bytes": float(WORKSPACE) if where.type == "cpu" else 0.3e9,
     }  # fmt: skip
-    if where.type == "cpu":  # a GPU's kernels are fused as the fitted constant has them
+    if where.type == "cpu":  # a GPU's kernels are fused, as in the fitted constant
         constants["activation_passes"] = _passes(where, shape.hidden, rate, bandwidth)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return to_toml({"host_memory_gb": host, "accelerator": {"this-machine": accelerator}, "constants": constants})
 
 
 def _best(call: Callable[[], object], where: torch.device, repeats: int = 5) -> float:
-    """Seconds of the fastest of several runs, after one that warms up. A single thread is timed by what it computes:
-    then other work on the same cores does not count."""
+    """Seconds of the fastest of several runs, after a warm-up. A single thread is measured in CPU time, so that other
+    work on the same cores does not count."""
     clock = time.process_time if where.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times = []
     for _ in range(repeats + 1):
@@ -96,7 +96,7 @@ def _wait(where: torch.device) -> None:
 
 
 def _products(where: torch.device, product: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """FLOP/s of the three products of a linear layer in training: forward, and backward to its input and weight."""
+    """FLOP/s of the three products of a linear layer in training: forward, and backward for its input and weight."""
     tokens, inputs, outputs = product
     activations = torch.randn(tokens, inputs, device=where, dtype=dtype)
     weight = torch.randn(outputs, inputs, device=where, dtype=dtype)
@@ -110,14 +110,14 @@ def _products(where: torch.device, product: tuple[int, int, int], dtype: torch.d
 
 
 def _bandwidth(where: torch.device, size: int) -> float:
-    """Of a copy, which reads and writes."""
+    """Bytes per second of a copy, which reads and writes."""
     source = torch.empty(size, dtype=torch.uint8, device=where).fill_(1)
     target = torch.empty_like(source)
     return 2 * size / _best(lambda: target.copy_(source), where)
 
 
 def _link(where: torch.device) -> float:
-    """Host to device; on the CPU a copy within memory."""
+    """Bandwidth from host to device; on the CPU of a copy in memory."""
     size = 256 * 2**20
     host = torch.empty(size, dtype=torch.uint8, pin_memory=where.type == "cuda").fill_(1)
     return size / _best(lambda: host.to(where, copy=True), where)
@@ -130,9 +130,9 @@ def _memory(where: torch.device) -> float:
 
 
 def _reserve(where: torch.device) -> float:
-    """What a process that has run a model holds besides it."""
+    """Memory of a process that has run a model, besides the model."""
     if where.type == "cuda":
-        gc.collect()  # engines that are done with, and what the allocator keeps of them, are no reserve
+        gc.collect()  # exclude finished engines, and memory that the allocator caches for them
         torch.cuda.empty_cache()
         free, whole = torch.cuda.mem_get_info(where)
         return float(whole - free - torch.cuda.memory_allocated(where))
@@ -153,7 +153,7 @@ def _llama(where: torch.device, hidden: int, layers: int) -> nn.Module:
 
 
 def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float, float, float]:
-    """(seconds of a layer, of a step, of a sequence in a step), from engines of two depths and batches of two sizes."""
+    """(seconds per layer, per step, per sequence in a step), from engines of two depths and batches of two sizes."""
 
     def seconds(layers: int, sequences: int) -> float:
         engine = Engine(_llama(where, hidden, layers).to(dtype))
@@ -171,16 +171,16 @@ def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float
 
 
 def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
-    """Of one layer, on so few tokens that only the launches take time."""
-    # Two prompts with two responses each: what a GPU launches for shared prompts is there. A CPU launches nothing.
+    """Launch time of one layer, with so few tokens that only launches take time."""
+    # Two prompts with two responses each, which includes the launches for shared prompts. A CPU has no launches.
     prompts = (range(4, 8), range(5, 9)) if where.type == "cuda" else (range(4, 8),)
     samples = [_sample(ids, ids, group) for group, ids in enumerate(prompts) for _ in range(len(prompts))]
     return max(1e-6, _learning(where, hidden, dtype, samples))
 
 
 def _passes(where: torch.device, hidden: int, rate: float, bandwidth: float) -> float:
-    """How often an activation crosses between memory and chip in a forward pass: what a layer takes beyond its products
-    when it learns from groups of responses of many lengths."""
+    """How often an activation is transferred between memory and chip in a forward pass: the time of a layer beyond its
+    matrix products when training on groups of responses of many lengths."""
     draw = random.Random(1)
     prompts = [[draw.randrange(512) for _ in range(9)] for _ in range(16)]
     samples = [
@@ -203,7 +203,7 @@ def _sample(prompt: Sequence[int], response: Sequence[int], group: int) -> Sampl
 
 
 def _learning(where: torch.device, hidden: int, dtype: torch.dtype, samples: Sequence[Sample]) -> float:
-    """Seconds of forward and backward of one layer, as our trainer runs it."""
+    """Seconds of forward and backward of one layer in our trainer."""
 
     def seconds(layers: int) -> float:
         model = _llama(where, hidden, layers).to(dtype).train()

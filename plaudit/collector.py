@@ -1,4 +1,4 @@
-"""Python's collector of cycles, where it would only cost time."""
+"""Disables Python's garbage collector where it would only cost time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_paused = False  # by `uncollected`, which an interruption may end before it has enabled the collector again
+_paused = False  # by `uncollected`, if an interruption prevented it from enabling the collector again
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For work that makes many small objects and no cycles: they make the collector run often, each time over all that
-    transformers has loaded. What an interruption left disabled is enabled at the end of the next such work."""
+    """For work that creates many small objects and no cycles: they would trigger the collector often, each time
+    scanning all objects of transformers. If an interruption left it disabled, the next such block enables it at its
+    end."""
     global _paused
     collecting = gc.isenabled() or _paused
     try:
@@ -27,7 +28,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """For a program that has loaded what it needs: the collector no longer walks through that again and again."""
+    """For a program that has loaded what it needs: the collector no longer scans those objects."""
     gc.collect()
     gc.freeze()
     try:

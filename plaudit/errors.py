@@ -1,33 +1,33 @@
-"""Every error a user can meet. The message is one line: what was found, what was expected, and the cure.
+"""All errors for users. The message is one line: the actual value, the expected value, and the fix.
 
     PlauditError
-    ├── ChannelError       weights that did not reach an engine
-    │   ├── ReceiverLost   ... because it is dead or late; `names` says which
-    │   ├── WeightsRefused ... because they are not what was expected: names, shapes, dtypes, version, checksum
-    │   └── ProbeFailed    ... though all said so: trainer and engine give other log-probs for the same tokens
-    ├── ConfigError        a recipe, an override or an option that cannot be
-    ├── DataError          a data file, a line of it, or a world that cannot give what was asked
-    ├── NoAnswer           a search in which no path of any question gave an answer
-    ├── ModelError         a model directory that cannot be loaded
-    │   └── UnsafeModel    ... because loading it would run somebody's code
-    ├── RequestError       a prompt, a score request or sampling options the engine refuses
-    │   ├── Aborted        work that was cancelled or ran past its deadline
-    │   └── Refused        one item that cannot be scored; `type` says why in a word
-    ├── RunError           a run directory that cannot be used
-    │   ├── RunBusy        ... because another process is using it
-    │   └── BadCheckpoint  ... because a checkpoint in it is damaged
-    ├── RankLost           another rank of the same model is gone or late; that one's own message says why
-    ├── ServerError        a reward server that did not give what it was asked for
-    │   ├── RewardUnavailable  ... within the time and attempts it had
-    │   ├── RequestRefused     ... because it refuses the request; `status` and `type` say why
-    │   ├── BadReply           ... but something that cannot be right: nothing of it is used
-    │   └── VersionChanged     ... but scores of another version of the model
-    ├── EngineError        a rollout engine that did not do what it was asked
-    │   ├── EngineLost     ... because it has died, or does not answer in time
-    │   └── StaleWeights   ... because its weights are not those it was sent
-    └── StorageError       the disk refused a write; what was there before is intact
+        ├── ChannelError       weights did not reach an engine
+        │   ├── ReceiverLost   ... because it exited or timed out; `names` lists the receivers
+        │   ├── WeightsRefused ... because they are not as expected: names, shapes, dtypes, version, checksum
+        │   └── ProbeFailed    ... although reported as received: trainer and engine compute different log-probs
+        ├── ConfigError        an invalid recipe, override or option
+        ├── DataError          an invalid data file or line, or a world that cannot provide what is requested
+        ├── NoAnswer           a search in which no path of any question ended in an answer
+        ├── ModelError         a model directory that cannot be loaded
+        │   └── UnsafeModel    ... because loading it would run untrusted code
+        ├── RequestError       a prompt, a score request or sampling options that the engine rejects
+        │   ├── Aborted        work that was cancelled or exceeded its deadline
+        │   └── Refused        one item that cannot be scored; `type` is the reason for programs
+        ├── RunError           a run directory that cannot be used
+        │   ├── RunBusy        ... because another process is using it
+        │   └── BadCheckpoint  ... because a checkpoint in it is damaged
+        ├── RankLost           another rank of the same model exited or timed out; its own message has the cause
+        ├── ServerError        a reward server that did not return what was requested
+        │   ├── RewardUnavailable  ... within the timeout and the number of attempts
+        │   ├── RequestRefused     ... because it rejects the request; `status` and `type` have the reason
+        │   ├── BadReply           ... but an invalid reply, which is discarded
+        │   └── VersionChanged     ... but scores of another version of the model
+        ├── EngineError        a rollout engine that did not do what was requested
+        │   ├── EngineLost     ... because it exited or timed out
+        │   └── StaleWeights   ... because its weights are not those it was sent
+        └── StorageError       the disk rejected a write; existing files are intact
 
-`cli.main` prints any of these as one line and exits 2. Anything else is a bug and shows its traceback.
+`cli.main` prints any of these as one line and exits with code 2. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PlauditError(Exception):
-    """The root: catch this to catch everything Plaudit raises on purpose."""
+    """The base class of all errors that Plaudit raises deliberately."""
 
     exit_code = 2
 
@@ -117,7 +117,7 @@ class BadCheckpoint(RunError):
 
 
 class RankLost(PlauditError):
-    exit_code = 75  # EX_TEMPFAIL: never the cause
+    exit_code = 75  # EX_TEMPFAIL: never the root cause
 
 
 class ServerError(PlauditError):
@@ -160,13 +160,13 @@ class StorageError(PlauditError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """A library's message, which may run over many lines, as the tail of ours."""
+    """A library's error message, which may have many lines, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The tail of an "unknown name" message: the closest known name, or all of them."""
+    """The end of an "unknown name" message: the closest known name, or all names."""
     names = sorted(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:

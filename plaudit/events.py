@@ -1,4 +1,4 @@
-"""One append-only event log per run. Everything that shows, plots or forwards a run reads only this.
+"""One append-only event log per run. All code that shows, plots or forwards a run reads only this log.
 
 Each line is one JSON object: `t` (seconds since the log was opened, monotonic), `kind`, then `step`, `version`, `role`,
 `rank` where they apply, then the fields of the kind:
@@ -8,12 +8,12 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
     note    text, ...                           plan    task, algorithm, steps, clip_norm, memory: {phase: ...}
     proof   hashes: {samples, logprobs, rewards, weights, by: versions and hardware}
 
-Of a phase's memory, `bytes` are those at its fullest, by owner; `start` and `end` what was different at its ends,
-`taken` what the device says (start, end, peak), `capacity` what the device has.
+For a phase's memory, `bytes` are those at its peak, by owner; `start` and `end` are the differences at its start and
+end, `taken` the device's own counters (start, end, peak), `capacity` the device's memory.
 
-A line reaches the file in one write, so a reader never sees half of one, except the last line of a writer that was
-killed; readers skip it and the next writer ends it. A run that resumes at step k writes a `resume` note: what an
-earlier, killed attempt logged for later steps is then void, and `read_events` leaves it out.
+A line is written in one write, so a reader never sees a partial line, except the last line of a writer that was
+killed; readers skip it and the next writer terminates it. A run resumed at step k writes a `resume` note: events that
+an earlier, killed attempt logged for later steps are then void, and `read_events` omits them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal["metric", "span", "memory", "sample", "note", "plan", "proof"]
 Event = dict[str, Any]
 
 START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"
-VERIFIED = "verified.json"  # beside the log: what `plaudit verify` said last
+VERIFIED = "verified.json"  # beside the log: the last result of `plaudit verify`
 
 
 class EventLog:
@@ -98,7 +98,7 @@ def _last_newline(file: int, size: int) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as strings, and `float()` of those gives them back."""
+    """JSON has no NaN or infinity: they are written as strings, which `float()` converts back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -109,7 +109,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[Event]:
-    """The complete events of one file, as written. Safe while the writer is at work and after it was killed."""
+    """The complete events of one file, as written. Safe during the run and after it was killed."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n") and line.strip():
@@ -117,7 +117,7 @@ def read_lines(path: Path) -> Iterator[Event]:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """The events of a run that hold: all writers merged in time, voided attempts left out."""
+    """The valid events of a run: all writers merged by time, without voided attempts."""
     events: list[Event] = []
     for path in sorted(directory.glob("events*.jsonl")):
         kept: list[Event] = []

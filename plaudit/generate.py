@@ -1,4 +1,4 @@
-"""Prompts in, samples out: what `plaudit generate` does."""
+"""Generates samples for prompts: implements `plaudit generate`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from plaudit.train.data.rows import Row, read_rows
 def given_prompts(texts: Sequence[str], file: Path | None) -> list[Row]:
     """The prompts of the command line, or the rows of a file: {"prompt": text} or {"messages": [...]}."""
     if (file is None) == (not texts):
-        raise DataError("give either prompts or --input FILE" + (", and not both" if texts else ""))
+        raise DataError("expected either prompts or --input FILE" + (", not both" if texts else ""))
     if file is not None:
         return read_rows(file)
     return [Row({"prompt": text}, f"prompt {number}") for number, text in enumerate(texts, 1)]
 
 
 def prompt_ids(tokenizer: Any, rows: Sequence[Row], raw: bool = False) -> list[list[int]]:
-    """The tokens a policy is trained on: a prompt's text never becomes control tokens. Where the model has a chat
-    template, a plain prompt is the user's message, unless it is to be `raw`."""
+    """The tokens a policy is trained on: a prompt's text never becomes control tokens. If the model has a chat
+    template, a plain prompt is the user's message, unless `raw`."""
     chat = has_chat_template(tokenizer) and not raw
     conversations: dict[int, Sequence[Message]] = {}
     for place, row in enumerate(rows):
@@ -46,8 +46,8 @@ def generate(
     model: str, rows: Sequence[Row], params: SamplingParams, *, seed: int, device: str, dtype: str, out: Path | None,
     stream: bool, raw: bool = False,
 ) -> Iterator[str]:  # fmt: skip
-    """What to print: with `stream` and one sample to make its text as it comes, else a JSON line per sample; nothing
-    where `out` takes the lines."""
+    """Output to print: with `stream` and a single sample its text as it is generated, otherwise a JSON line per
+    sample; empty if `out` receives the lines."""
     if out is not None:
         check_writable(out)
     loaded = load_policy(model, dtype, choose_device(device))

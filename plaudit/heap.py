@@ -1,10 +1,10 @@
-"""How much memory a CPU's malloc holds for each byte that training has in use, measured in a process of its own.
+"""Measures the overhead of the CPU's malloc: resident bytes per byte in use by training, in a fresh process.
 
     python -m plaudit.heap
 
-Activations of many sizes come and go with every micro-batch. malloc splits what is freed to serve what is asked for
-next, and keeps the pieces: resident memory ends well above what was ever in use. A process that has trained before
-would find the pieces ready, so that a fresh one measures.
+Activations of many sizes are allocated and freed with every micro-batch. malloc splits freed blocks for later
+allocations, and keeps the fragments: resident memory ends well above the maximum in use. A process that has trained
+before would reuse fragments, so a fresh one is measured.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from plaudit.train.policy.forward import hidden_of, pack_responses
 
 HIDDEN, LAYERS, ROUNDS = 96, 4, 3
 MICRO_BATCHES = (320, 190)
-"""Samples of two micro-batches that take turns: the second, of what is left of a step, is smaller."""
+"""Samples of two alternating micro-batches: the second, the remainder of a step, is smaller."""
 SECONDS = 600.0
 
 
 def heap_factor() -> float:
-    """Bytes held for each in use, from a new process."""
+    """Resident bytes per byte in use, measured in a new process."""
     words = [sys.executable, "-m", "plaudit.heap"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise RunError(
-            f"the trial of malloc took more than {SECONDS:g} s; calibrate when the machine is less busy"
+            f"measuring malloc took more than {SECONDS:g} s; calibrate when the machine is less busy"
         ) from None
     if done.returncode:
-        raise RunError(f"the trial of malloc failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise RunError(f"measuring malloc failed: {done.stderr.strip().splitlines()[-1:]}")
     return float(done.stdout)
 
 
@@ -68,7 +68,7 @@ def mixed_samples(count: int) -> list[Sample]:
 
 
 def one_pass(model: nn.Module, samples: list[Sample]) -> int:
-    """Forward and backward; returns the bytes that were kept for backward, and the gradients of an MLP's branches."""
+    """Forward and backward; returns the bytes saved for backward, and the gradients of an MLP's branches."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -87,7 +87,7 @@ def one_pass(model: nn.Module, samples: list[Sample]) -> int:
 
 
 def _resident(what: str) -> int:
-    """Bytes now (VmRSS), or the most since the program began (VmHWM); getrusage would count its parent's too."""
+    """Current bytes (VmRSS), or the maximum since the program started (VmHWM); getrusage would include its parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{what}:")[1].split()[0]) * 1024
 

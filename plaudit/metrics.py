@@ -1,8 +1,8 @@
-"""Every metric of a training run, by the name it has in the event log: its unit, and what it says.
+"""Every metric of a training run, by its name in the event log: its unit and description.
 
-`docs/metrics.py` makes docs/reference/metrics.md of this table, and the tests hold every run they make against it. A
-part of a name in capitals stands for one of the user's: a teacher, an attribute. Those of the server have their texts
-where they are counted (`serve/metrics.py`).
+`docs/metrics.py` generates docs/reference/metrics.md from this table, and the tests compare it with the metrics of
+every run. A part of a name in capitals stands for a user's name: a teacher, an attribute. The server's metrics are
+described where they are defined (`serve/metrics.py`).
 """
 
 from __future__ import annotations
@@ -20,43 +20,41 @@ class Metric(NamedTuple):
 SHARE, COUNT, TOKENS, SECONDS, BYTES, NATS = "share", "count", "tokens", "s", "bytes", "nats"
 REWARD, LOSS, NORM, RATIO, STEPS = "reward", "loss", "norm", "ratio", "versions"
 
-# What is told of a step of RL.
+# Metrics of an RL step.
 RL: dict[str, Metric] = {
-    "reward/mean": Metric(REWARD, "mean reward of the step's samples; of all that were drawn, with dynamic sampling"),
+    "reward/mean": Metric(REWARD, "mean reward of the step's samples; with dynamic sampling of all samples drawn"),
     "reward/std": Metric(REWARD, "their standard deviation"),
     "reward/min": Metric(REWARD, "the lowest"),
     "reward/max": Metric(REWARD, "the highest"),
     "reward/errors": Metric(SHARE, "of samples that could not be scored"),
-    "reward/zero_std_groups": Metric(
-        SHARE, "of groups whose rewards are all equal, so that nothing is learned from them"
-    ),
+    "reward/zero_std_groups": Metric(SHARE, "of groups whose rewards are all equal, which give no gradient"),
     "reward/length_correlation": Metric("-1 to 1", "of length and reward within a group, the mean over groups"),
     "shaped_reward/mean": Metric(REWARD, "mean reward after [algorithm.shaping]"),
     "accuracy": Metric(SHARE, "of samples that are right, where the truth is known"),
     "pass_at_k": Metric(SHARE, "of prompts with a right answer among their samples"),
-    "response/repetition": Metric(SHARE, "of a response's runs of four tokens that it has had before"),
-    "response/common": Metric(SHARE, "of the step's prompts that the most common response answers"),
+    "response/repetition": Metric(SHARE, "of a response's 4-grams that are repeated"),
+    "response/common": Metric(SHARE, "of the step's prompts that have the most common response"),
     "length/mean": Metric(TOKENS, "mean length of the responses, tokens of the policy alone"),
     "length/min": Metric(TOKENS, "the shortest"),
     "length/max": Metric(TOKENS, "the longest"),
     "length/prompt_mean": Metric(TOKENS, "mean length of the prompts"),
-    "length/stopped_mean": Metric(TOKENS, "mean length of the responses that ended by themselves"),
-    "length/truncated": Metric(SHARE, "of responses cut off at sampling.max_tokens"),
-    "length/aborted": Metric(SHARE, "of responses that were broken off"),
+    "length/stopped_mean": Metric(TOKENS, "mean length of the responses that were not truncated"),
+    "length/truncated": Metric(SHARE, "of responses truncated at sampling.max_tokens"),
+    "length/aborted": Metric(SHARE, "of responses that were aborted"),
     "turns/mean": Metric(COUNT, "turns of an episode with an environment"),
-    "turns/reward": Metric(REWARD, "what the environment gave for single turns, per episode"),
-    "tree/generated_tokens": Metric(TOKENS, "sampled for the step's trees of responses, what they share counted once"),
-    "tree/discarded": Metric(SHARE, "of these, in no response: branches that a search gave up, and repeats of a step"),
+    "turns/reward": Metric(REWARD, "rewards of single turns from the environment, per episode"),
+    "tree/generated_tokens": Metric(TOKENS, "sampled for the step's trees of responses, shared tokens counted once"),
+    "tree/discarded": Metric(SHARE, "of these, in no response: pruned branches of a search, and repeated steps"),
     "tree/prm_tokens": Metric(TOKENS, "that the process model of [search] computed, where it runs in this process"),
-    "tree/shared": Metric(SHARE, "of the responses' tokens that were sampled once and serve several of them"),
-    "tree/early": Metric(SHARE, "of responses that stand for others, since they were over before the last branching"),
+    "tree/shared": Metric(SHARE, "of the responses' tokens that were sampled once and are shared by several"),
+    "tree/early": Metric(SHARE, "of responses used in place of others, because they ended before the last branching"),
     "dynamic/drawn": Metric(COUNT, "groups that dynamic sampling has drawn for the step"),
-    "dynamic/filtered": Metric(SHARE, "of these, left out because their rewards are all equal"),
+    "dynamic/filtered": Metric(SHARE, "of these, dropped because their rewards are all equal"),
     "dynamic/kept_reward": Metric(REWARD, "mean reward of the groups that were kept"),
-    "dropped/samples": Metric(COUNT, "samples that nothing is learned from: no reward, or no group left"),
+    "dropped/samples": Metric(COUNT, "samples not used for training: no reward, or no group left"),
     "dropped/length_mean": Metric(TOKENS, "their mean length"),
-    "dropped/updates": Metric(SHARE, "of the step's updates, left out for a loss or gradient that is not finite"),
-    "pairs/count": Metric(COUNT, "pairs of a better and a worse response that the step learns from"),
+    "dropped/updates": Metric(SHARE, "of the step's updates, skipped because of a non-finite loss or gradient"),
+    "pairs/count": Metric(COUNT, "pairs of a better and a worse response used in the step"),
     "policy/loss": Metric(LOSS, "the policy's loss; 0 by construction with one update per batch"),
     "policy/grad_norm": Metric(NORM, "norm of the gradient before clipping"),
     "policy/lr": Metric("rate", "learning rate"),
@@ -66,7 +64,7 @@ RL: dict[str, Metric] = {
     "policy/ratio_min": Metric(RATIO, "the smallest"),
     "policy/ratio_max": Metric(RATIO, "the largest"),
     "policy/kl_old": Metric(
-        NATS, "mean of old less new log-prob: how far the updates of this batch have moved the policy"
+        NATS, "mean of old less new log-prob: how far the updates of this batch have changed the policy"
     ),
     "policy/clip_low": Metric(SHARE, "of tokens clipped at the lower bound of the ratio"),
     "policy/clip_high": Metric(SHARE, "of tokens clipped at the upper bound"),
@@ -74,11 +72,11 @@ RL: dict[str, Metric] = {
     "advantage/mean": Metric("advantage", "mean over tokens"),
     "advantage/min": Metric("advantage", "the least"),
     "advantage/max": Metric("advantage", "the greatest"),
-    "advantage/zero": Metric(SHARE, "tokens that nothing is learned from, of discarded branches for instance"),
-    "return/mean": Metric(REWARD, "mean return of a token, which the critic learns"),
+    "advantage/zero": Metric(SHARE, "tokens without a gradient, for example of discarded branches"),
+    "return/mean": Metric(REWARD, "mean return of a token, the critic's target"),
     "return/min": Metric(REWARD, "the least"),
     "return/max": Metric(REWARD, "the greatest"),
-    "value/mean": Metric(REWARD, "mean value that the critic gives a token"),
+    "value/mean": Metric(REWARD, "mean value that the critic predicts"),
     "value/loss": Metric(LOSS, "the critic's loss"),
     "value/clip": Metric(SHARE, "of tokens whose value was clipped"),
     "value/grad_norm": Metric(NORM, "norm of the critic's gradient before clipping"),
@@ -105,31 +103,33 @@ RL: dict[str, Metric] = {
     ),
     "mismatch/weight_mean": Metric(RATIO, "mean importance weight that corrects for the engine"),
     "mismatch/weight_max": Metric(RATIO, "the greatest"),
-    "mismatch/masked": Metric(SHARE, "of tokens left out by the correction"),
-    "rollout/truncated_mass": Metric(SHARE, "of probability that top_p and top_k have left out, which the loss counts"),
-    "rollout/dropped": Metric(COUNT, 'samples dropped because they were too old, in all (placement.stale = "drop")'),
-    "rollout/staleness_bound": Metric(STEPS, "how old samples may be now (placement.staleness)"),
-    "rollout/restarts": Metric(COUNT, "rollout processes started again, in all"),
+    "mismatch/masked": Metric(SHARE, "of tokens masked by the correction"),
+    "rollout/truncated_mass": Metric(
+        SHARE, "of probability removed by top_p and top_k, which the loss takes into account"
+    ),
+    "rollout/dropped": Metric(COUNT, 'samples dropped because they were too old, in total (placement.stale = "drop")'),
+    "rollout/staleness_bound": Metric(STEPS, "the current limit of staleness (placement.staleness)"),
+    "rollout/restarts": Metric(COUNT, "rollout processes restarted, in total"),
     "staleness/mean": Metric(STEPS, "between the learner and the oldest token of a sample"),
     "staleness/max": Metric(STEPS, "of the oldest sample"),
-    "publish/seconds": Metric(SECONDS, "to bring the weights to the engines"),
+    "publish/seconds": Metric(SECONDS, "to transfer the weights to the engines"),
     "publish/bytes": Metric(BYTES, "sent for it"),
-    "publish/extra_bytes": Metric(BYTES, "of memory that it took besides the weights"),
+    "publish/extra_bytes": Metric(BYTES, "of memory used besides the weights"),
     "publish/share": Metric(SHARE, "of the weights that had changed (placement.delta)"),
-    "publish/gather_seconds": Metric(SECONDS, "to put sharded weights together"),
-    "publish/gather_bytes": Metric(BYTES, "of the weights put together"),
+    "publish/gather_seconds": Metric(SECONDS, "to gather sharded weights"),
+    "publish/gather_bytes": Metric(BYTES, "of the gathered weights"),
     "probe/abs_mean": Metric(NATS, "mean difference of the log-probs of another engine from the trainer's"),
     "probe/abs_max": Metric(NATS, "the greatest"),
-    "probe/follows": Metric(SHARE, "of the trainer's last change that the engine shows; 1: it has the new weights"),
+    "probe/follows": Metric(SHARE, "of the trainer's last change that the engine reflects; 1: it has the new weights"),
     "perf/samples_per_second": Metric("1/s", "samples of the step by its seconds"),
     "perf/tokens_per_second": Metric("1/s", "response tokens of the step by its seconds"),
-    "perf/peak_bytes": Metric(BYTES, "most memory so far, as the ledger counts it"),
+    "perf/peak_bytes": Metric(BYTES, "maximum memory so far, as counted by the ledger"),
     "progress/samples": Metric(COUNT, "samples so far"),
     "progress/tokens": Metric(TOKENS, "response tokens so far"),
     "progress/prompts": Metric(COUNT, "training prompts drawn so far"),
 }
 
-# Seconds of a step's phases.
+# Durations of a step's phases.
 TIMES: dict[str, Metric] = {
     "time/step": Metric(SECONDS, "the whole step"),
     "time/prompts": Metric(SECONDS, "reading prompts"),
@@ -144,7 +144,7 @@ TIMES: dict[str, Metric] = {
     "time/advantages": Metric(SECONDS, "advantages and returns"),
     "time/update": Metric(SECONDS, "gradients and updates of the policy"),
     "time/critic": Metric(SECONDS, "gradients and updates of the critic"),
-    "time/publish": Metric(SECONDS, "bringing the weights to the engine"),
+    "time/publish": Metric(SECONDS, "transferring the weights to the engine"),
     "time/swap": Metric(SECONDS, "moving tensors between device and host (part of other phases)"),
     "time/mode_switch": Metric(SECONDS, "changing between training and generation in one process"),
     "time/evaluate": Metric(SECONDS, "held-out evaluation since the step before"),
@@ -152,7 +152,7 @@ TIMES: dict[str, Metric] = {
     "time/dump": Metric(SECONDS, "writing samples to rollouts/ (train.dump)"),
 }
 
-# What is told of a step of supervised training: SFT, reward and process models, preferences.
+# Metrics of a step of supervised training: SFT, reward and process models, preferences.
 SUPERVISED: dict[str, Metric] = {
     "loss": Metric(LOSS, "mean loss of the batch"),
     "grad_norm": Metric(NORM, "norm of the gradient before clipping"),
@@ -168,7 +168,7 @@ SUPERVISED: dict[str, Metric] = {
 HELD_OUT: dict[str, Metric] = {
     "heldout/reward": Metric(REWARD, "mean reward of held-out prompts (RL)"),
     "heldout/accuracy": Metric(SHARE, "of answers that are right, where the truth is known (RL)"),
-    "heldout/truth": Metric(REWARD, "mean of what [truth] gives (RL)"),
+    "heldout/truth": Metric(REWARD, "mean of the [truth] reward (RL)"),
     "heldout/truth_se": Metric(REWARD, "its standard error"),
     "heldout/length": Metric(TOKENS, "mean length of the responses (RL)"),
     "heldout/heldout_loss": Metric(LOSS, "mean loss on held-out items"),
@@ -182,7 +182,7 @@ HELD_OUT: dict[str, Metric] = {
     "heldout/ATTRIBUTE/correlation": Metric("-1 to 1", "of given and predicted ratings (regression)"),
     "heldout/step_auc": Metric(SHARE, "chance that a right step scores above a wrong one (process models)"),
     "heldout/first_wrong_f1": Metric(SHARE, "F1 of finding the first wrong step, as ProcessBench counts it"),
-    "heldout/near_misses": Metric(SHARE, "of wrong solutions near the truth that the judge does not see (worlds)"),
+    "heldout/near_misses": Metric(SHARE, "of wrong solutions near the truth that the model does not detect (worlds)"),
     "heldout/sums-hard/pair_accuracy": Metric(SHARE, "of pairs of long chains ordered as the truth orders them"),
     "heldout/sums-hard/step_auc": Metric(SHARE, "step_auc on long chains"),
     "heldout/sums-hard/first_wrong_f1": Metric(SHARE, "first_wrong_f1 on long chains"),
@@ -197,7 +197,7 @@ SECTIONS = {"A step of RL": RL, "Seconds of a step of RL": TIMES, "A step of sup
 
 
 def undescribed(names: Iterable[str]) -> list[str]:
-    """Those that this table lacks."""
+    """The names without a description in this table."""
     return sorted(name for name in names if not _described(name))
 
 

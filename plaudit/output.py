@@ -1,4 +1,4 @@
-"""Files that a command writes: whole at the end, or as they were before."""
+"""Atomic output files: complete at the end, or unchanged."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from plaudit.errors import StorageError
 
 
 def check_writable(out: Path) -> None:
-    """Refuse before the work, not after it."""
+    """Rejects an unwritable path before the work, not after it."""
     if out.is_dir():
-        raise StorageError(f"cannot write {out}: it is a directory; name a file in it")
+        raise StorageError(f"cannot write {out}: it is a directory; expected a file")
     if not out.parent.is_dir():
-        raise StorageError(f"cannot write {out}: there is no directory {out.parent}; make it first")
+        raise StorageError(f"cannot write {out}: the directory {out.parent} does not exist; create it first")
 
 
 @contextmanager
 def written(out: Path) -> Iterator[TextIO]:
-    """A file to write to. It takes its name when all of it is there; after any error nothing has changed."""
-    # A device, a pipe or a link is to be written to, not replaced.
+    """A file to write to. It gets its name when it is complete; after an error nothing has changed."""
+    # A device, pipe or link is written to instead of being replaced.
     direct = out.is_symlink() or (out.exists() and not out.is_file())
     path = out if direct else out.with_name(out.name + ".tmp")
     try:
@@ -34,7 +34,7 @@ def written(out: Path) -> Iterator[TextIO]:
         if not direct:
             path.replace(out)
     except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}; free some space or name another file") from error
+        raise StorageError(f"cannot write {out}: {error.strerror}; free some space or choose another file") from error
     finally:
         if not direct:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What two sequences of tokens have in common at their beginnings, for the core and for a server that has no torch."""
+"""The common prefix of two token sequences, for the engine and for servers without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import compress, count
 from operator import ne
 from typing import Any
 
-SHORT = 64  # tokens that are compared one by one in less time than by slices
+SHORT = 64  # tokens that are compared one by one faster than by slices
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""The nouns that all parts share. Frozen, slotted, free of torch: they cross process and HTTP borders as they are."""
+"""Records shared by all packages: frozen, slotted, free of torch, sent between processes and over HTTP as is."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-NEXT = -1  # among the tokens whose log-probs are read: the one that follows
+NEXT = -1  # among the tokens whose log-probs are read: the token that follows
 Likely = tuple[tuple[int, float], ...]  # token ids and their log-probs, the best first
-Z_95 = 1.96  # standard errors to either side of a mean: its 95 % interval
+Z_95 = 1.96  # standard errors on either side of a mean: its 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a policy is asked. `truth` is whatever the task's rule needs to check an answer, `truth_key` its column in a
+    """A prompt for a policy. `truth` is what the task's rule needs to check an answer, `truth_key` its column in a
     data file, and `extra` has the other columns, and the messages of a conversation."""
 
     text: str
@@ -25,14 +25,14 @@ class Prompt:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What its row has beside the prompt, by name."""
+        """The columns of its row besides the prompt, by name."""
         others = {name: value for name, value in self.extra.items() if name != "messages"}
         return others if self.truth is None else {self.truth_key: self.truth, **others}
 
 
 @dataclass(frozen=True, slots=True)
 class ItemError:
-    """Why one item failed. A failed item is never a number."""
+    """The error of one item. A failed item is never a number."""
 
     type: str
     message: str
@@ -40,17 +40,17 @@ class ItemError:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One response to be scored, in one of four forms: prompt and response, messages, text, tokens.
+    """One response to score, in one of four forms: prompt and response, messages, text, tokens.
 
     prompt    text, or the messages of a conversation so far
     response  text, or a tuple of texts: its steps, already split
     messages  a conversation that ends with the assistant's answer
     text      rendered by the caller: strings of control tokens in it are control tokens
-    tokens    token ids, taken as they are
+    tokens    token ids, used as they are
     truth     what a rule needs to check the response
-    truncate  the side that may be cut if the item is too long; without it too long is an error
-    columns   of the row of data that the prompt is from, for rules that read them; no server is told
-    group     neighbours with the same number are responses to one prompt, for rules that see them together
+    truncate  the side to truncate if the item is too long; without it too long is an error
+    columns   of the data row of the prompt, for rules that read them; not sent to servers
+    group     consecutive items with the same number are responses to one prompt, for rules that score them together
     """
 
     prompt: str | tuple[Mapping[str, Any], ...] | None = None
@@ -65,7 +65,7 @@ class Item:
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.response is None):
-            raise ValueError("an Item with a prompt needs a response, and one with a response a prompt")
+            raise ValueError("an Item with a prompt needs a response, and one with a response needs a prompt")
         forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
@@ -73,16 +73,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response of a policy, token for token as it was sampled; nothing is ever re-tokenised.
+    """One response of a policy, token by token as sampled; nothing is ever re-tokenised.
 
-    logprobs           under the distribution that was sampled (temperature, top-p, ... applied)
+    logprobs           under the sampling distribution (temperature, top-p, ... applied)
     raw_logprobs       under the model's own distribution (temperature 1, nothing applied)
     versions           the weight version that produced each token
     mask               1 = the policy's token, 0 = a tool's or the environment's
-    tempered_logprobs  where more than a temperature was applied: under the whole softmax at that temperature
-    top_logprobs       where asked for: the likeliest tokens in place of each, best first, under the model's own
-    prompt_logprobs, prompt_top_logprobs   as raw_logprobs and top_logprobs, of the prompt after its first token
-    experts            of a mixture, where recorded (core/routing.py): of each computed token, router by router
+    tempered_logprobs  if more than a temperature was applied: under the full softmax at that temperature
+    top_logprobs       if requested: the likeliest tokens at each position, best first, under the model's own
+    prompt_logprobs, prompt_top_logprobs   like raw_logprobs and top_logprobs, for the prompt after its first token
+    experts            for a mixture of experts, if recorded (core/routing.py): of each computed token, router by router
     """
 
     prompt_ids: tuple[int, ...]
@@ -117,18 +117,18 @@ class Sample:
 
     @property
     def behaviour(self) -> tuple[float, ...]:
-        """What a learner computes again: the log-probs under the whole softmax at the temperature of sampling."""
+        """The log-probs that a learner recomputes: under the full softmax at the sampling temperature."""
         return self.logprobs if self.tempered_logprobs is None else self.tempered_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment says to what the policy wrote.
+    """An environment's reply to the policy.
 
-    observation  text that the policy reads before it goes on
-    reward       for this turn, besides that of the whole response
-    done         the response is over; nobody reads the observation
-    role         of the message that the observation is, where the prompt is a conversation
+    observation  text that the policy reads before it continues
+    reward       for this turn, in addition to that of the whole response
+    done         the response is finished; the observation is not used
+    role         of the observation's message, if the prompt is a conversation
     """
 
     observation: str = ""
@@ -176,7 +176,7 @@ class Batch:
     samples: tuple[Sample, ...]
     version: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was drawn for it, where that is more than it holds."""
+    """The samples drawn for it, if more than it contains."""
 
     def groups(self) -> dict[int, list[Sample]]:
         by_group: dict[int, list[Sample]] = {}

@@ -1,4 +1,4 @@
-"""A file of responses in, the same lines with their scores out: what `plaudit score` does."""
+"""Scores a file of responses and writes the lines with their scores: implements `plaudit score`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from plaudit.records import Item, Score, StepScores
 from plaudit.train.data.rows import Row, stream_rows
 
 Result = Score | StepScores
-AHEAD = 2  # batches that are scored while the lines of an earlier one are written
+AHEAD = 2  # batches being scored while the lines of an earlier one are written
 SERVER_SECONDS = 600.0  # for one batch
-OUTAGE_EVERY = 30.0  # seconds between two lines about a server that does not answer
+OUTAGE_EVERY = 30.0  # interval between messages about a server that does not answer
 LOOK_SECONDS = 0.5
 
 
@@ -54,8 +54,8 @@ def score(
     file: Path, *, model: str | None, urls: Sequence[str], api_key: str | None, out: Path | None, steps: bool,
     truncate: Side | None, batch: int, wait: float = 0.0,
 ) -> Tally:  # fmt: skip
-    """Scored lines go to `out`, or to the standard output. Memory holds a few batches, however long the file is. For a
-    server that is not up `wait` seconds are waited; one that goes away later is asked again, and said so."""
+    """Scored lines are written to `out`, or to standard output. Memory use is a few batches, however long the file is.
+    Waits up to `wait` seconds for a server to start; a server that fails later is retried, with a message."""
     if out is not None:
         check_writable(out)
     tally = Tally()
@@ -73,14 +73,14 @@ def score(
 def scored_lines(
     rows: Iterable[Row], client: RewardClient, tally: Tally, *, steps: bool, truncate: Side | None, batch: int
 ) -> Iterator[str]:
-    """The rows as JSON lines with their scores. All are of one version; what was scored is counted in `tally`."""
+    """The rows as JSON lines with their scores, all of one version; `tally` counts the results."""
     waiting: deque[tuple[list[_Line], Future[list[Result]]]] = deque()
     try:
         for lines in _batches(rows, batch):
             items = [item for line in lines for item in line.items]
             future = client.submit(items, steps=steps, truncate=truncate, version=tally.version or None)
             waiting.append((lines, future))
-            # Until the first batch has come back it is not known which version the others must have.
+            # The version required of the others is known after the first batch.
             while waiting and (not tally.version or len(waiting) > AHEAD):
                 yield from _finished(*waiting.popleft(), tally)
         while waiting:
@@ -91,7 +91,7 @@ def scored_lines(
 
 
 def _batches(rows: Iterable[Row], size: int) -> Iterator[list[_Line]]:
-    """Lines that hold at least so many responses together."""
+    """Batches of lines with at least `size` responses."""
     lines: list[_Line] = []
     count = 0
     for row in rows:
@@ -122,13 +122,13 @@ def _finished(lines: Sequence[_Line], future: Future[list[Result]], tally: Tally
 
 
 def _written_line(row: Row, results: Sequence[Result]) -> str:
-    """The row's fields, less the results of an earlier scoring."""
+    """The row's fields, without the results of an earlier scoring."""
     fields = {k: v for k, v in row.fields.items() if k not in ("score", "scores", "error", "errors")}
     per_result = [_result_fields(result) for result in results]
     if row.fields.get("responses") is None:
         fields |= per_result[0]
     else:
-        # Where some responses say something that others do not, these have null in its place.
+        # A field that only some responses have is null for the others.
         names = dict.fromkeys(["score", *(name for each in per_result for name in each)])
         plural = {"score": "scores", "error": "errors"}
         fields |= {plural.get(name, name): [each.get(name) for each in per_result] for name in names}
@@ -152,16 +152,16 @@ def _result_fields(result: Result) -> dict[str, Any]:
 
 @contextmanager
 def open_client(model: str | None, urls: Sequence[str], api_key: str | None, wait: float) -> Iterator[RewardClient]:
-    """To servers, or to a model of this process."""
+    """A client of servers, or of a model in this process."""
     if urls:
         with RewardClient(
-            urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_Outage().tell
+            urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_OutageReport().tell
         ) as client:  # fmt: skip
             _reach(client.urls, wait)
             yield client
         return
     if model is None:
-        raise ConfigError("nothing to score with: give --model NAME_OR_DIR, or --url URL of a server")
+        raise ConfigError("the reward model is missing: set --model NAME_OR_DIR, or --url URL of a server")
     from plaudit.reward import load_reward
 
     reward = load_reward(model)
@@ -172,8 +172,8 @@ def open_client(model: str | None, urls: Sequence[str], api_key: str | None, wai
         reward.close()
 
 
-class _Outage:
-    """Says that a server is asked again: at once, and then every so often."""
+class _OutageReport:
+    """Prints that a server is being retried: at once, and then at intervals."""
 
     def __init__(self) -> None:
         self._last_notice = -OUTAGE_EVERY
@@ -182,28 +182,28 @@ class _Outage:
         now = time.monotonic()
         if now - self._last_notice >= OUTAGE_EVERY:
             self._last_notice = now
-            limit = "" if seconds is None else f", for {seconds:.0f} s at most"
-            print(f"plaudit: {cause}; trying again{limit}", file=sys.stderr, flush=True)
+            limit = "" if seconds is None else f", for at most {seconds:.0f} s"
+            print(f"plaudit: {cause}; retrying{limit}", file=sys.stderr, flush=True)
 
 
 def _reach(urls: Sequence[str], wait: float) -> None:
-    """Until one of the servers takes a connection. Before anything is scored nothing is lost: a wrong address is told
-    at once, and not after as many attempts as an outage is worth."""
+    """Waits until one of the servers accepts a connection. A wrong address is reported at once, before anything is
+    scored, instead of after all retries."""
     until = time.monotonic() + wait
     notified = False
-    while (refusals := _refusals(urls)) and len(refusals) == len(urls):
+    while (refusals := _unreachable(urls)) and len(refusals) == len(urls):
         if time.monotonic() >= until:
             raise RewardUnavailable(
-                f"{'; '.join(refusals)}; start it with plaudit serve, or give --wait SECONDS if it is on its way"
+                f"{'; '.join(refusals)}; start it with plaudit serve, or set --wait SECONDS if it is starting"
             )
         if not notified:
-            print(f"plaudit: {'; '.join(refusals)}; waiting for it, for {wait:g} s", file=sys.stderr, flush=True)
+            print(f"plaudit: {'; '.join(refusals)}; waiting for it for {wait:g} s", file=sys.stderr, flush=True)
             notified = True
         time.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
 
-def _refusals(urls: Sequence[str]) -> list[str]:
-    """Of the servers that take no connection, why. What they answer, and how late, is not asked here."""
+def _unreachable(urls: Sequence[str]) -> list[str]:
+    """The errors of the servers that accept no connection; replies are not checked here."""
     refusals = []
     with httpx.Client(trust_env=False, timeout=CONNECT_SECONDS) as http:
         for url in urls:
@@ -212,7 +212,7 @@ def _refusals(urls: Sequence[str]) -> list[str]:
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 refusals.append(f"no server answers at {url} ({one_line(error) or type(error).__name__})")
             except httpx.HTTPError:
-                pass  # it took the connection
+                pass  # it accepted the connection
     return refusals
 
 

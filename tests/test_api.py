@@ -108,7 +108,7 @@ def test_rows_are_kept_in_the_run(tmp_path: Path) -> None:
         train("sums-sft", out=tmp_path, data=rows, **keys)
     with pytest.raises(ConfigError, match=r"data has no rows"):
         train("sums-sft", out=tmp_path, data=[], **keys)
-    with pytest.raises(ConfigError, match=r"data: row 0 is no mapping of JSON values"):
+    with pytest.raises(ConfigError, match=r"data: row 0 is not a mapping of JSON values"):
         train("sums-sft", out=tmp_path, data=[{"prompt": object()}], **keys)
 
 
@@ -126,7 +126,7 @@ def test_a_run_in_a_thread(tmp_path: Path) -> None:
     [
         ({"options": {"train.lrr": 1.0}}, r"unknown key 'train.lrr'; did you mean 'lr'\?"),
         ({"options": {"train..lr": 1.0}}, r"the option 'train..lr' is not of the form table.key=value"),
-        ({"options": {"resources.data_parallel": 2}}, r"train\(\) runs in this process, and resources name 2 ranks"),
+        ({"options": {"resources.data_parallel": 2}}, r"train\(\) runs in one process, but resources set 2 ranks"),
         ({"reward": 3.0}, r"reward is a float; expected a function, a URL, a model's path or a table"),
         ({"reward": lambda answer: 1.0}, r"the reward <lambda>\(answer\) cannot be called"),
     ],
@@ -138,7 +138,7 @@ def test_what_cannot_run_is_said_at_once(tmp_path: Path, keys: dict[str, Any], m
 
 
 def test_rewards_are_for_rl(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward is for RL, and the recipe has task = 'sft'"):
+    with pytest.raises(ConfigError, match=r"reward needs an RL recipe, but the recipe has task = 'sft'"):
         train("sums-sft", out=tmp_path, reward=correct)
 
 

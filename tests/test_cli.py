@@ -39,7 +39,7 @@ def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> 
     [
         (["train", "plaudit/recipes/none.toml"], "no recipe at plaudit/recipes/none.toml"),
         (["train", "sums-sft", "--set", "train.stepz=1"], "did you mean 'steps'?"),
-        (["train", "sums-sft", "--resume", "--fresh"], "contradict each other"),
+        (["train", "sums-sft", "--resume", "--fresh"], "exclude each other"),
         (["report", "{tmp}"], "is not a run directory"),
     ],
 )

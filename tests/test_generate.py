@@ -61,9 +61,9 @@ def test_what_a_user_can_mend_is_one_line(arguments: list[str], message: str, tm
 
 
 def test_refusals_come_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="give either prompts or --input FILE"):
+    with pytest.raises(DataError, match="expected either prompts or --input FILE"):
         given_prompts([], None)
-    with pytest.raises(DataError, match="and not both"):
+    with pytest.raises(DataError, match="not both"):
         given_prompts(["1+2="], tmp_path / "x.jsonl")
     with pytest.raises(DataError, match="no data file at"):
         given_prompts([], tmp_path / "none.jsonl")

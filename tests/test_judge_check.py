@@ -271,11 +271,11 @@ def test_bad_rows_are_named(tmp_path: Path, rows: Sequence[Any], message: str) -
 
 def test_labels_need_a_scale() -> None:
     rows = [Labelled(Item(prompt="p", response="r"), label) for label in (True, False)]
-    with pytest.raises(ConfigError, match="give --threshold NUMBER"):
+    with pytest.raises(ConfigError, match="set --threshold NUMBER"):
         check_judge(OpenJudge(ScoringJudge(Failing(""))), rows)
     with pytest.raises(ConfigError, match="compares two responses"):
         check_judge(OpenJudge(Margins(good)), rows, threshold=0.5)
-    with pytest.raises(ConfigError, match="no judge: give --model"), open_judge(None):
+    with pytest.raises(ConfigError, match="the judge is missing: set --model"), open_judge(None):
         pass
 
 

@@ -13,7 +13,7 @@ from plaudit.output import check_writable, written
 
 
 def test_refusals_come_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="there is no directory"):
+    with pytest.raises(StorageError, match="does not exist"):
         check_writable(tmp_path / "none" / "out.jsonl")
     with pytest.raises(StorageError, match="it is a directory"):
         check_writable(tmp_path)

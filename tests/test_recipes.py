@@ -36,7 +36,7 @@ def test_a_name_runs_in_any_directory_as_the_file_does(verb: str, tmp_path: Path
     by_name = plaudit_here(verb, name, "--dry-run", cwd=tmp_path)
     assert by_name.returncode == 0, by_name.stderr
     copied = plaudit_here("recipes", name, "--copy", "mine.toml", cwd=tmp_path)
-    assert (copied.returncode, copied.stdout) == (0, f"mine.toml: a copy of {name}\n")
+    assert (copied.returncode, copied.stdout) == (0, f"copied {name} to mine.toml\n")
     assert plaudit_here(verb, "mine.toml", "--dry-run", cwd=tmp_path).stdout == by_name.stdout
     assert (tmp_path / "mine.toml").read_text() == plaudit_here("recipes", name).stdout
 
@@ -72,10 +72,10 @@ def test_a_named_recipe_runs_in_a_directory_of_its_name(tmp_path: Path) -> None:
         (["search", "search-et"], "did you mean 'search-ets'"),
         (["serve", "--config", "smollm2-serv"], "did you mean 'smollm2-serve'"),
         (["recipes", "sums-gpo"], "no recipe 'sums-gpo'; did you mean 'sums-grpo', "),
-        (["recipes", "sums-grpo", "--copy", "own.toml"], "own.toml exists and is left as it is"),
-        (["recipes", "sums-grpo", "--copy", "no/where.toml"], "there is no directory no"),
+        (["recipes", "sums-grpo", "--copy", "own.toml"], "own.toml already exists"),
+        (["recipes", "sums-grpo", "--copy", "no/where.toml"], "the directory no does not exist"),
         (["recipes", "--copy", "other.toml"], "name the recipe"),
-        (["init", "own.toml"], "own.toml exists and is left as it is"),
+        (["init", "own.toml"], "own.toml already exists"),
         (["init", "--task", "rewards"], "unknown task 'rewards'; did you mean 'reward'?"),
         (["train", "sums-sft", "--set", "data.world=nope", "--dry-run"], "world 'nope'; known: sums, sums-hard"),
         (["train", "sums-ppo", "--set", "data.world=nope", "--dry-run"], "world 'nope'; known: sums, sums-hard"),

@@ -149,15 +149,15 @@ def test_refusals_leave_no_file(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", numbers(20))
     out = tmp_path / "out.jsonl"
     out.write_text("old\n")
-    with pytest.raises(ConfigError, match="nothing to score with: give --model NAME_OR_DIR, or --url"):
+    with pytest.raises(ConfigError, match="the reward model is missing: set --model NAME_OR_DIR, or --url"):
         score(rows, **options(out=out))
-    with pytest.raises(StorageError, match="there is no directory"):
+    with pytest.raises(StorageError, match="does not exist"):
         score(rows, **options(urls=["http://127.0.0.1:1"], out=tmp_path / "none" / "out.jsonl"))
     with Scripted() as scripted:
         with pytest.raises(DataError, match="no data file at"):
             score(tmp_path / "none.jsonl", **options(urls=[scripted.url], out=out))
         scripted.script = lambda number, asked: Answer(right(asked, f"{number // 3}-a"))
-        with pytest.raises(VersionChanged, match="serves version 1-a, and 0-a was asked for"):
+        with pytest.raises(VersionChanged, match="serves version 1-a, but 0-a was requested"):
             score(rows, **options(urls=[scripted.url], out=out, batch=2))
     assert out.read_text() == "old\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
@@ -169,7 +169,7 @@ def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     done = plaudit_here("score", str(rows), "--url", url, "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 2
     assert re.fullmatch(
-        rf"plaudit: no server answers at {url} \(.*\); start it with plaudit serve, or give --wait SECONDS .*\n",
+        rf"plaudit: no server answers at {url} \(.*\); start it with plaudit serve, or set --wait SECONDS .*\n",
         done.stderr,
     )
     assert list(tmp_path.iterdir()) == [rows]
@@ -204,7 +204,7 @@ def test_an_outage_is_told_when_it_begins(tmp_path: Path, capsys: pytest.Capture
     with Scripted(script) as scripted:
         assert score(rows, **options(urls=[scripted.url], out=tmp_path / "out.jsonl", batch=2)).scored == 4
         told = capsys.readouterr().err
-    assert re.fullmatch(rf"plaudit: {scripted.url} answered 503; trying again, for \d+ s at most\n", told)
+    assert re.fullmatch(rf"plaudit: {scripted.url} answered 503; retrying, for at most \d+ s\n", told)
 
 
 def test_a_server_that_goes_away_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_the_page_of_commands_has_every_command(monkeypatch: pytest.MonkeyPatch)
     heads = [re.findall(r"^## .*", text, re.MULTILINE) for text in (commands.PAGE.read_text(), commands.page())]
     assert len(heads[0]) > 10
     assert heads[0] == heads[1], "run python docs/commands.py"
-    assert "| `--track` | Send metrics while it trains: tensorboard, wandb or trackio. |  |" in commands.page()
+    assert "| `--track` | Send metrics during training: tensorboard, wandb or trackio. |  |" in commands.page()
 
 
 def keys(model: type[BaseModel], before: str = "") -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""`plaudit bench`: what this machine does, each figure beside the limit that was measured in the same run."""
+"""`plaudit bench`: benchmarks of this machine; each figure is shown with a limit measured in the same run."""

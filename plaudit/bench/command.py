@@ -1,4 +1,4 @@
-"""What `plaudit bench weights` does with its options."""
+"""Implements `plaudit bench weights`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_bench_weights(
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
     if disk is not None and not disk.is_dir():
-        raise ConfigError(f"--disk {disk} is not a directory; make it first")
+        raise ConfigError(f"--disk {disk} is not a directory; create it first")
     out.mkdir(parents=True, exist_ok=True)
     table, picture = out / "weights.json", out / "weights.svg"
     check_writable(table)

@@ -1,6 +1,6 @@
-"""`plaudit bench memory`: a recipe for a few steps in every placement, each in a process of its own.
+"""`plaudit bench memory`: runs a recipe for a few steps in every placement, each in a separate process.
 
-What is read is each run's own event log: the ledger's peaks by phase and owner, and the seconds of a step.
+The figures come from each run's event log: the peaks by phase and owner, and the duration of a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLACEMENTS: tuple[str, ...] = get_args(PlacementTable.model_fields["name"].annot
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One placement's figures, or why there are none. Bytes by owner are those of each phase at its fullest."""
+    """The figures of one placement, or an error. Bytes by owner are those at the peak of each phase."""
 
     placement: str
     directory: str
@@ -34,13 +34,13 @@ class Placed:
     peak_phase: str = ""
     seconds_per_step: float = 0.0
     swap_seconds_per_step: float = 0.0
-    """What moves between host and device took, where they were waited for."""
+    """The duration of blocking transfers between host and device."""
     switch_seconds_per_step: float = 0.0
-    """What hybrid's two changes of mode took."""
+    """The duration of hybrid's two mode changes."""
     publish_seconds_per_step: float = 0.0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     planned: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What the run expected when it began; empty where the planner has no formulas: today only colocated has."""
+    """The planned memory at the start; empty if the planner has no formulas: currently only colocated has."""
 
     def summary_line(self) -> str:
         if self.error is not None:
@@ -68,7 +68,7 @@ class MemoryResult:
 
 
 def chosen(names: str) -> list[str]:
-    """The placements of a list with commas; all without one."""
+    """The placements of a comma-separated list; all if it is empty."""
     placements = [name.strip() for name in names.split(",") if name.strip()] or list(PLACEMENTS)
     for name in placements:
         if name not in PLACEMENTS:
@@ -79,14 +79,14 @@ def chosen(names: str) -> list[str]:
 def bench_memory(
     recipe: Path, placements: Sequence[str], steps: int, sets: Sequence[str], out: Path, timeout: float
 ) -> MemoryResult:
-    """The runs are in `out`, a directory for each placement."""
+    """The runs are stored in `out`, with a directory for each placement."""
     tree = _readable(recipe, placements, sets)
     if not isinstance(tree, RlRecipe):
-        raise ConfigError(f"{recipe} has task = {tree.task!r}: only RL runs have placements")
-    # As few evaluations and saves as there can be: they are no part of a step.
+        raise ConfigError(f"{recipe} has task = {tree.task!r}; expected an RL recipe, as only RL runs have placements")
+    # As few evaluations and checkpoints as possible: they are not part of a step.
     fixed = [f"train.steps={steps}", "train.eval_every=1000000", "train.checkpoint.every=1000000", "train.show=0"]
     if tree.reward.url is not None:
-        fixed.append("reward.patience=30")  # a server that is away is known at once, not after every placement's wait
+        fixed.append("reward.patience=30")  # fail at once if a server is down, instead of waiting in every placement
     results = []
     for placement in placements:
         directory = out / placement
@@ -100,7 +100,7 @@ def bench_memory(
 
 
 def _readable(recipe: Path, placements: Sequence[str], sets: Sequence[str]) -> Any:
-    """The recipe in the first placement that takes the keys which are set: some are of one placement alone."""
+    """The recipe with the first placement that accepts the given keys: some belong to a single placement."""
     for placement in placements[:-1]:
         try:
             return load_recipe(recipe, [*sets, f'placement.name="{placement}"'])
@@ -110,11 +110,11 @@ def _readable(recipe: Path, placements: Sequence[str], sets: Sequence[str]) -> A
 
 
 def _run(command: list[str], timeout: float) -> str | None:
-    """None, or the last words of a run that failed."""
+    """None, or the last line of output of a failed run."""
     try:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return f"not done after {timeout:g} s: raise --timeout, or ask for fewer --steps"
+        return f"not finished after {timeout:g} s: raise --timeout, or lower --steps"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
@@ -138,7 +138,7 @@ def figures(placement: str, directory: Path) -> Placed:
 
 
 def _peak(event: Event) -> int:
-    """What the device says, where it says it."""
+    """The device's own counter, if it has one."""
     return int((event.get("taken") or {}).get("peak") or _total(event["bytes"]))
 
 
@@ -147,7 +147,7 @@ def _total(sizes: dict[str, int]) -> int:
 
 
 def _seconds(events: Sequence[Event], name: str) -> float:
-    """Of a step; the first, in which things are made that stay, is left out where there are others."""
+    """Seconds of a step; the first, which allocates, is left out if there are others."""
     steps = [event["values"] for event in events if event["kind"] == "metric" and "time/step" in event["values"]]
     later = steps[1:] or steps
     return sum(float(values.get(name, 0.0)) for values in later) / len(later)

@@ -1,4 +1,4 @@
-"""A module that has the tensors of a Llama of a given size, and nothing else: what is moved, not what is computed."""
+"""A module with the tensors of a Llama of a given size, for transfers only, not for computation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
 
 
 def count_of(text: str) -> int:
-    """100M, 1.5B, 250K or a plain number."""
+    """Parses 100M, 1.5B, 250K or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
     count = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if count < 100_000:
-        raise ConfigError(f"parameters = {text!r} is no count of at least 100K: write 100M, 1.5B or a plain number")
+        raise ConfigError(f"parameters is {text!r}; expected at least 100K, as in 100M, 1.5B or a plain number")
     return count
 
 
 class LlamaShaped(nn.Module):
-    """About `parameters` of them, head and embedding tied. Values are zero until somebody sets them."""
+    """A module with about `parameters` parameters, with tied head and embedding. Values are zero."""
 
     def __init__(self, parameters: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

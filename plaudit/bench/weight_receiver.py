@@ -1,4 +1,4 @@
-"""The receiving process of `plaudit bench weights`: a model in memory, and the raw broadcasts it is compared with."""
+"""The receiving process of `plaudit bench weights`: a model in memory, and raw broadcasts for comparison."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(file: str, parameters: str, dtype: str, device: str) -> None:
 
 
 def broadcast(group: ChannelGroup, flat: torch.Tensor, piece: int) -> None:
-    """Nothing but gloo: pieces of one buffer, two under way."""
+    """A plain gloo broadcast: chunks of one buffer, two in flight."""
     under_way = []
     for start in range(0, flat.numel(), piece):
         under_way.append(group.broadcast(flat[start : start + piece], SECONDS))

@@ -1,15 +1,16 @@
-"""`plaudit bench weights`: one model through every channel of this machine, from a process to another.
+"""`plaudit bench weights`: transfers one model through every channel of this machine, between two processes.
 
-Each channel has a limit of its own, measured in the same run and in turn with it, so that a busy moment hits both:
+Each channel has its own limit, measured in the same run and alternating with it, so that load affects both:
 
-    disk                  the same bytes written to a new file of the same directory and read again, synced as little;
-                          the file before it goes only afterwards, as whoever replaces files whole must do
-    collective            the same bytes broadcast by gloo between the same two processes, from one buffer to another
-    shared                the same bytes copied once within the memory
-    shared, paused        a message there and back: no bytes move
+        disk                  the same bytes written to a new file in the same directory and read again, with as few
+                              syncs; the previous file is deleted only afterwards, as for any atomic replacement
+        collective            the same bytes broadcast by gloo between the same two processes, from one buffer to
+                              another
+        shared                the same bytes copied once in memory
+        shared, paused        a message round trip: no bytes are moved
 
-The fastest of all repetitions counts, of channel and limit alike. Every publication is checked: the receiver's weights
-are what the trainer has.
+The fastest of all repetitions counts, of channel and limit alike. Every transfer is verified: the receiver's weights
+equal the trainer's.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import SocketWire
 from plaudit.train.run.checksum import memory_of
 
-PIECES = (4 << 20, 32 << 20, 1 << 40)  # of raw broadcasts; the fastest is the limit
+PIECES = (4 << 20, 32 << 20, 1 << 40)  # chunk sizes of raw broadcasts; the fastest is the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """gb_per_s and share are None where no bytes move."""
+    """gb_per_s and share are None if no bytes are moved."""
 
     channel: str
     seconds: float
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class WeightsResult:
-    """load   processes that wanted a core before it began: with any, the figures are worse than the machine"""
+    """load   runnable processes before the start: with any, the figures are worse than the machine's capability"""
 
     date: str
     plaudit: str
@@ -85,13 +86,13 @@ class WeightsResult:
 def bench_weights(
     parameters: int, *, device: str, dtype: str, directory: Path | None = None, repeats: int = 5
 ) -> WeightsResult:
-    """directory   for the disk channel; None: where temporary files go"""
+    """directory   for the disk channel; None: the directory of temporary files"""
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda', and torch sees no GPU: use device = 'cpu'")
+        raise ConfigError("device = 'cuda', but torch sees no GPU: use device = 'cpu'")
     load = os.getloadavg()[0]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the receiver: one core is the trainer's and one the engine's
+    torch.set_num_threads(1)  # like the receiver: one core for the trainer and one for the engine
     try:
         with tempfile.TemporaryDirectory(dir=directory, prefix="plaudit-bench-") as scratch:
             module = LlamaShaped(parameters, getattr(torch, dtype), place)
@@ -118,7 +119,7 @@ def _channels(module: LlamaShaped, scratch: Path) -> Iterator[tuple[str, Callabl
     if torch.cuda.device_count() > 1:
         yield "collective, nccl", lambda: CollectiveChannel("nccl"), _copy_limit(module)
     yield "shared, running", lambda: SharedChannel(), _copy_limit(module)
-    # Last, for the module stays in the segment.
+    # Last, because the module stays in the shared segment.
     yield "shared, paused", lambda: SharedChannel(module), lambda other, size: ("message", other.round_trip)
 
 
@@ -139,7 +140,7 @@ def _measured(
                 limits.append(measure())
                 published = channel.publish(Weights.of(module), version, [other.wire])
                 other.check(module)
-                if version:  # the first one meets, maps and allocates
+                if version:  # the first transfer connects, maps and allocates
                     seconds.append(published.seconds)
                 extra = max(extra, published.extra_bytes)
         finally:
@@ -271,7 +272,7 @@ def _named(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout this package is run from, if it is one."""
+    """The commit of the checkout this package is run from, if it is one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""The figures of `plaudit bench weights` as a table and as a picture."""
+"""Shows the figures of `plaudit bench weights` as a table and as an SVG."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def print_weights(result: WeightsResult, console: Console | None = None) -> None
         )  # fmt: skip
     console.print(table)
     if result.load > 1:
-        console.print(f"The machine was busy (load {result.load:g} before this began): measure again when it is not.")
+        console.print(
+            f"The machine was busy (load {result.load:g} before the start): repeat the benchmark when it is idle."
+        )
 
 
 def draw_weights(result: WeightsResult) -> str:
-    """An SVG: seconds of a publication on a logarithmic scale, the limit of each as a mark."""
+    """An SVG: the duration of a transfer on a logarithmic scale, with a mark for each limit."""
     times = [t for row in result.rows for t in (row.seconds, row.limit_seconds)]
     low, high = floor(log10(min(times))), ceil(log10(max(times)))
     height = TOP + ROW * len(result.rows) + 30

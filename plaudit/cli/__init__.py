@@ -1,6 +1,6 @@
-"""The command line: parse, build, call. Heavy imports wait until a command needs them, so that --help is quick.
+"""The command line. Heavy imports are delayed until a command needs them, so that --help is quick.
 
-A command is a function in the file of its kind, registered with `app`.
+A command is a function in the file of its group, registered with `app`.
 """
 
 import os
@@ -15,7 +15,7 @@ from plaudit.errors import PlauditError
 
 
 @app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if show:
         from plaudit import __version__
 
@@ -24,19 +24,19 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _refuse_windows() -> None:
-    """Before anything is imported that needs Unix, which would end in a traceback."""
+    """Exit before importing anything that needs Unix, which would end in a traceback."""
     print(
-        "plaudit: Windows has not the processes, locks and limits that this needs: run it in WSL 2, or use "
-        "plaudit-client against a server elsewhere (docs/platforms.md)", file=sys.stderr,
+        "plaudit: Windows lacks the processes, locks and limits that Plaudit needs: run it in WSL 2, or use "
+        "plaudit-client with a server on another machine (docs/platforms.md)", file=sys.stderr,
     )  # fmt: skip
     sys.exit(PlauditError.exit_code)
 
 
 def main() -> None:
-    """Run a command. An error a user can mend is one line and exit code 2, never a traceback."""
+    """Run a command. An error that a user can fix is one line and exit code 2, never a traceback."""
     if sys.platform == "win32":
         _refuse_windows()
-    # Progress bars and advice of other libraries are not ours to show.
+    # Hide progress bars and hints of other libraries.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Torch's threads spin while they wait for each other. Beside other work on the same cores that made a small model

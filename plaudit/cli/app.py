@@ -1,4 +1,4 @@
-"""The application that commands register with, and options that several of them have."""
+"""The application that commands are registered with, and options shared by several commands."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _quick(parameters: list[Any]) -> list[Any]:
-    """Options that are left out stay None without typer's converters, for which typer 0.29 loads pydantic: 0.2 s."""
+    """Unset options stay None without typer's converters, which import pydantic in typer 0.29: 0.2 s."""
     for parameter in parameters:
         if "process_value" not in vars(parameter):
             parameter.process_value = partial(_processed, parameter.process_value, parameter)
@@ -46,7 +46,7 @@ app = App(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-bench = App(cls=QuickGroup, help="Measure this machine, each figure beside its limit.", no_args_is_help=True)
+bench = App(cls=QuickGroup, help="Benchmark this machine; each figure is shown with its limit.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Sets = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one key of the recipe; repeatable.")]
@@ -54,7 +54,7 @@ Out = Annotated[Path | None, typer.Option(help="Run directory. Default: runs/<re
 
 
 def resolve_model(name: str) -> Path:
-    """A model's directory. Says that a name is wrong before torch is imported, which takes seconds."""
+    """A model's directory. Reports a wrong name before torch is imported, which takes seconds."""
     from plaudit.models import resolve
 
     return resolve(name)

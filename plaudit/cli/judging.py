@@ -21,28 +21,26 @@ def judge_check(
         str | None,
         typer.Option(
             metavar="NAME_OR_DIR_OR_TOML",
-            help="What judges: a reward model, a file with a reward's or a comparison's table, or a name at --url.",
+            help="The judge: a reward model, a file with a reward's or a comparison's table, or a name at --url.",
         ),
     ] = None,
     url: Annotated[list[str], typer.Option(help="A server of plaudit serve; repeatable.")] = [],  # noqa: B006
-    api_key: Annotated[
-        str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="The server's key for its callers.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="API key of the server.")] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, help="How often each question is asked. Default: 3 if the judge samples, else 1."),
+        typer.Option(min=1, help="Requests per question. Default: 3 if the judge samples, else 1."),
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="Rows with labels: scores from here on say that a response is good.")
+        float | None, typer.Option(help="Rows with labels: the score from which a response counts as good.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many rows, from the first on.")] = None,
-    batch: Annotated[int, typer.Option(min=2, help="Responses that are judged together.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None,
+    batch: Annotated[int, typer.Option(min=2, help="Responses judged in one batch.")] = 256,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server that is not up yet.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server to start.")
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Measure a judge by labelled data: agreement, order and length bias, self-consistency. Exit code 1: some rows
+    """Evaluate a judge on labelled data: agreement, order and length bias, self-consistency. Exit code 1: some rows
     have no verdict."""
     from rich.console import Console
 
@@ -53,7 +51,7 @@ def judge_check(
 
     rows = read_labelled(data, limit)
     waiting = Console(stderr=True)
-    with open_judge(model, url, api_key, wait) as judge, waiting.status("asking the judge") as status:
+    with open_judge(model, url, api_key, wait) as judge, waiting.status("querying the judge") as status:
         result = check_judge(
             judge, rows, repeats=repeats, threshold=threshold, batch=batch,
             on_batch=lambda done, of: status.update(f"{done} of {of} answers"),

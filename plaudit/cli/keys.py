@@ -1,4 +1,4 @@
-"""`plaudit keys`: the file of keys that `plaudit serve --api-key-file` reads."""
+"""`plaudit keys`: manages the key file of `plaudit serve --api-key-file`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +7,14 @@ import typer
 
 from plaudit.cli.app import app
 
-keys = typer.Typer(help="Make and list the keys of a server's callers.", no_args_is_help=True)
+keys = typer.Typer(help="Create and list API keys of a server.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 File = Annotated[Path, typer.Option(help="The file of hashed keys.")]
 
 
 @keys.command("add")
 def add(
-    name: Annotated[str, typer.Argument(help="Who the key is for: what logs, metrics and quotas call its holder.")],
+    name: Annotated[str, typer.Argument(help="The key's name, used in logs, metrics and quotas.")],
     file: File = Path("keys.toml"),
     roles: Annotated[str, typer.Option(help="score, metrics, admin; separated by commas.")] = "score",
     expires: Annotated[str | None, typer.Option(metavar="WHEN", help="90d, 12h, or a date. Default: never.")] = None,
@@ -32,7 +32,7 @@ def add(
         "tokens_per_minute": tokens_per_minute,
     }
     typer.echo(add_key(file, name, fields))
-    typer.echo(f"plaudit keys: the key of {name}; {file} has its hash, and it cannot be shown again", err=True)
+    typer.echo(f"plaudit keys: the key of {name}; it is stored as a hash in {file} and cannot be shown again", err=True)
 
 
 @keys.command("list")
@@ -45,5 +45,5 @@ def show(file: File = Path("keys.toml")) -> None:
             "never expires" if table.expires is None else f"{'expired' if table.expired else 'until'} {table.expires}"
         )
         quotas = {"requests": table.requests_per_minute, "tokens": table.tokens_per_minute}
-        shown = ", ".join(f"{count} {what} a minute" for what, count in quotas.items() if count is not None)
+        shown = ", ".join(f"{count} {what} per minute" for what, count in quotas.items() if count is not None)
         typer.echo(f"{name:<20} {','.join(table.roles):<20} {expiry:<34} {shown or 'no quota'}".rstrip())

@@ -1,4 +1,4 @@
-"""`plaudit train --live`: a page of the run in the browser, while it trains."""
+"""`plaudit train --live`: shows the run on a page in the browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 @contextmanager
 def shown_live(run: Path, enabled: bool, ranks: int = 1) -> Iterator[Callable[[], None]]:
-    """Gives what is to be called once the run has begun its event log."""
+    """Yields a function to call once the run has created its event log."""
     pages = []
 
     def begun() -> None:
@@ -32,7 +32,7 @@ def shown_live(run: Path, enabled: bool, ranks: int = 1) -> Iterator[Callable[[]
 
 
 class OwnRun:
-    """The run of this process, as the page may steer it."""
+    """The run of this process, as the page controls it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -52,10 +52,10 @@ class OwnRun:
         if what == "stop":
             # A second signal would end the process without saving.
             return (
-                None if stop_requested() or request_stop() else "the run makes no steps now: there is nothing to save"
+                None if stop_requested() or request_stop() else "the run is not training now: there is nothing to save"
             )
         if what == "pause" and self.ranks > 1:
-            return f"a run of {self.ranks} ranks cannot pause; stop saves it, and --resume goes on"
+            return f"a run of {self.ranks} ranks cannot pause; stop saves a checkpoint, and --resume continues"
         (PAUSE.asked.set if what == "pause" else PAUSE.asked.clear)()
         return None
 

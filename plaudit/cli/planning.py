@@ -16,7 +16,7 @@ def plan(**options: Any) -> None:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """Those of the command: the fields of PlanOptions."""
+    """The parameters of the command: the fields of PlanOptions."""
     return [
         inspect.Parameter(
             option.name, inspect.Parameter.KEYWORD_ONLY, annotation=option.type,

@@ -11,7 +11,7 @@ from plaudit.cli.app import app
 @app.command("recipes")
 def show_recipes(
     name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
-    copy: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to a file of your own instead.")] = None,
+    copy: Annotated[Path | None, typer.Option(metavar="FILE", help="Copy it to this file instead.")] = None,
 ) -> None:
     """List the recipes that come with Plaudit, print one, or copy it."""
     from plaudit.config.shipped.catalog import listings, recipe_text
@@ -23,7 +23,7 @@ def show_recipes(
             typer.echo(text, nl=False)
         else:
             _write_new(copy, text)
-            typer.echo(f"{copy}: a copy of {name}")
+            typer.echo(f"copied {name} to {copy}")
         return
     if copy is not None:
         raise ConfigError(f"--copy {copy}: name the recipe, such as plaudit recipes sums-grpo --copy {copy}")
@@ -56,6 +56,6 @@ def _write_new(file: Path, text: str) -> None:
 
     check_writable(file)
     if file.is_file():
-        raise StorageError(f"{file} exists and is left as it is: name another file, or delete it first")
+        raise StorageError(f"{file} already exists: choose another file, or delete it first")
     with written(file) as stream:
         stream.write(text)

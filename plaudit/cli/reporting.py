@@ -1,4 +1,4 @@
-"""`plaudit report`, `bench`: what runs did, what this machine does."""
+"""`plaudit report`, `bench`: reports about runs, benchmarks of this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from plaudit.cli.app import Sets, app, bench
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     out: Annotated[Path | None, typer.Option(help="The page to write. Default: report.html in the first run.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Watch a run that is at work, until it ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch a run until it ends.")] = False,
     to: Annotated[str | None, typer.Option(help="Forward metrics to tensorboard, wandb or trackio instead.")] = None,
 ) -> None:
     """Show what runs did: tables and a diagnosis here, curves and samples on one HTML page."""
@@ -26,7 +26,7 @@ def report(
             from plaudit.cli.tracking import run_is_over
 
             if len(runs) > 1 or out is not None:
-                raise ConfigError("--follow sends one run and writes no page: give one run directory and no --out")
+                raise ConfigError("--follow sends one run and writes no page: expected one run directory and no --out")
             typer.echo(f"{runs[0]}: {send_on(runs[0], to, run_is_over())} steps sent to {to}")
             return
         for run in runs:
@@ -36,7 +36,7 @@ def report(
         from plaudit.report.following import Following
 
         if len(runs) > 1 or out is not None:
-            raise ConfigError("--follow watches one run and writes no page: give one run directory and no --out")
+            raise ConfigError("--follow watches one run and writes no page: expected one run directory and no --out")
         Following(runs[0]).show()
         return
     from plaudit.output import check_writable, written
@@ -70,13 +70,13 @@ def bench_weight_channels(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="A directory on the disk to measure. Default: where temporary files go.")
+        Path | None, typer.Option(help="A directory on the disk to measure. Default: the directory of temporary files.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Publications by each channel; the fastest counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Transfers with each channel; the fastest counts.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-    out: Annotated[Path, typer.Option(help="Where weights.json and weights.svg go.")] = Path("runs/bench"),
+    out: Annotated[Path, typer.Option(help="Directory for weights.json and weights.svg.")] = Path("runs/bench"),
 ) -> None:
-    """Publish a model's weights to another process through every channel, and measure what the machine could do."""
+    """Transfer a model's weights to another process through every channel, and compare with the machine's limits."""
     from plaudit.bench.command import run_bench_weights
 
     run_bench_weights(parameters, device, dtype, disk, repeats, as_json=json, out=out)
@@ -88,11 +88,13 @@ def bench_memory_of_placements(
     placements: Annotated[str, typer.Option(metavar="A,B,C", help="Placements to run. Default: all.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 2,
     sets: Sets = [],  # noqa: B006 (typer copies it)
-    timeout: Annotated[float, typer.Option(help="Seconds that one placement may take.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(help="Timeout of one placement, in seconds.")] = 1800.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
-    out: Annotated[Path, typer.Option(help="Where memory.json, memory.html and the runs go.")] = Path("runs/bench"),
+    out: Annotated[Path, typer.Option(help="Directory for memory.json, memory.html and the runs.")] = Path(
+        "runs/bench"
+    ),
 ) -> None:
-    """Run a recipe for a few steps in every placement, and show what memory held in each. Exit code 1: some failed."""
+    """Run a recipe for a few steps in every placement, and show the memory used in each. Exit code 1: some failed."""
     from json import dump, dumps
 
     from plaudit.bench.memory import bench_memory, chosen

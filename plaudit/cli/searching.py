@@ -23,17 +23,15 @@ def search_questions(
         ),
     ] = [],  # noqa: B006
     width: Annotated[int | None, typer.Option(help="Paths searched at once. Default: 16.")] = None,
-    questions: Annotated[int | None, typer.Option(help="How many questions. Default: 200 of a world.")] = None,
+    questions: Annotated[int | None, typer.Option(help="Number of questions. Default: 200 of a world.")] = None,
     sets: Sets = [],  # noqa: B006
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Run directory. Default: runs/search-<method>. Of several methods each has its own: OUT-<method>."
-        ),
+        typer.Option(help="Run directory. Default: runs/search-<method>. With several methods each gets OUT-<method>."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Search only the questions that are missing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run directory's content and start over.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and exit.")] = False,
 ) -> None:
     """Search for answers with step rewards. Without a recipe: the embedded world and its models."""
     from plaudit.config import to_toml
@@ -41,7 +39,7 @@ def search_questions(
     from plaudit.errors import ConfigError
 
     if resume and fresh:
-        raise ConfigError("--resume and --fresh contradict each other: give one")
+        raise ConfigError("--resume and --fresh exclude each other: give one")
     flags = {
         "data.world": world, "data.path": None if input is None else str(input), "search.width": width,
         "data.limit": questions,

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from plaudit.config.serve import ServeTable
 
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="A file of hashed keys, made by `plaudit keys add`; read again when it changes.")
+    Path | None, typer.Option(help="A file of hashed keys, created by `plaudit keys add`; reloaded when it changes.")
 ]
-Uds = Annotated[Path | None, typer.Option(metavar="PATH", help="A unix socket in place of host and port.")]
+Uds = Annotated[Path | None, typer.Option(metavar="PATH", help="A unix socket instead of host and port.")]
 TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate: listen with TLS.")]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's key, in PEM.")]
-TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM: let in only clients with a certificate of it.")]
+TlsCa = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="PEM of a CA: accept only clients with a certificate of it.")
+]
 
-StateFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep swaps over a restart in this file.")]
+StateFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Persist swaps across restarts in this file.")]
 GrpcPort = Annotated[
-    int | None, typer.Option(metavar="PORT", help="A port for gRPC (KServe v2, Triton); 0 takes a free one.")
+    int | None, typer.Option(metavar="PORT", help="A port for gRPC (KServe v2, Triton); 0: a free one.")
 ]
 
 
@@ -36,37 +38,35 @@ def serve_rewards(
         ),
     ] = [],  # noqa: B006
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with models and settings; flags win over it.")
+        Path | None, typer.Option(help="A TOML file with models and settings; flags override it.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5555.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0: a free one. Default: 5555.")] = None,
     api_key: Annotated[
-        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="A key callers must send, or HOLDER=KEY; repeatable.")
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or HOLDER=KEY; repeatable.")
     ] = [],  # noqa: B006
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for routes that change something.")
-    ] = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for admin routes.")] = None,
     allow_open: Annotated[
         str | None, typer.Option(metavar="PROTOCOLS", help="Protocols that need no key, separated by commas.")
     ] = None,
     protocols: Annotated[
-        str | None, typer.Option(help="Protocols to speak beside the native one, separated by commas. Default: all.")
+        str | None, typer.Option(help="Protocols besides the native one, separated by commas. Default: all.")
     ] = None,
     alias: Annotated[list[str], typer.Option(metavar="NAME=MODEL", help="Another name of a model; repeatable.")] = [],  # noqa: B006
     tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks that share each model's matrices; on CUDA a GPU each.")
+        int | None, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks of each model; on CUDA one GPU each.")
     ] = None,
     pipeline_parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="M", help="Stages that share each model's layers, of N ranks each.")
+        int | None, typer.Option(min=1, metavar="M", help="Pipeline stages of each model, with N ranks each.")
     ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers with each whole model.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replicas of each model.")] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
+        str | None, typer.Option(metavar="ADDRESS", help="Run the workers with Ray Serve: local, auto, or an address.")
     ] = None,
     api_key_file: ApiKeyFile = None,
     drain_delay: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to the drain: not ready, still taking work."),
+        typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to draining: not ready, accepting requests."),
     ] = None,
     state_file: StateFile = None,
     grpc_port: GrpcPort = None,
@@ -75,10 +75,10 @@ def serve_rewards(
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
     log: Annotated[
-        str | None, typer.Option(metavar="errors|requests", help="requests: a line of JSON on stderr for each.")
+        str | None, typer.Option(metavar="errors|requests", help="requests: one JSON line per request on stderr.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Say whether it would start: a line per finding, exit code 0 or 2.")
+        bool, typer.Option("--check", help="Check whether it would start: one line per finding, exit code 0 or 2.")
     ] = False,
 ) -> None:
     """Serve reward models over HTTP."""
@@ -103,7 +103,7 @@ def serve_rewards(
 
     if launched():
         sys.exit(serve_launched(table, partial(_serve, table)))
-    with suppress(OSError):  # a log that has no room keeps no server from starting
+    with suppress(OSError):  # a full log disk must not prevent the start
         typer.echo(f"plaudit serve: {loading(table)}", err=True)
     sys.exit(_serve(table))
 
@@ -138,28 +138,31 @@ def print_ray_config(
 @app.command("critic")
 def serve_critic_model(
     model: Annotated[
-        str | None, typer.Option(metavar="NAME_OR_DIR", help="What the critic starts from; a policy lends its trunk.")
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR", help="The model to initialise the critic from; of a policy its trunk is used."
+        ),
     ] = None,
     reward: Annotated[
         str | None, typer.Option(metavar="NAME_OR_DIR", help="An outcome model that scores in the same call.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings; flags win over it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5556.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0: a free one. Default: 5556.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 1e-4.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Clip of the value loss; 0: none. Default: 0.2.")] = None,
-    save_dir: Annotated[str | None, typer.Option(help="Where critic_save writes. Default: critic.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clipping of the value loss; 0: none. Default: 0.2.")] = None,
+    save_dir: Annotated[str | None, typer.Option(help="Directory for critic_save. Default: critic.")] = None,
     resume: Annotated[
-        bool | None, typer.Option("--resume", help="Go on from the newest save, if there is one.")
+        bool | None, typer.Option("--resume", help="Resume from the newest save, if there is one.")
     ] = None,
     api_key: Annotated[
-        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="A key callers must send, or HOLDER=KEY; repeatable.")
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or HOLDER=KEY; repeatable.")
     ] = [],  # noqa: B006
     admin_key: Annotated[
         str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for routes that change the critic.")
     ] = None,
     allow_open: Annotated[
-        str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: what needs no key.")
+        str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: protocols that need no key.")
     ] = None,
     api_key_file: ApiKeyFile = None,
     uds: Uds = None,
@@ -167,7 +170,7 @@ def serve_critic_model(
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Serve a critic that trains, as NeMo-Aligner's actors and `plaudit train` use it."""
+    """Serve a critic that trains, for NeMo-Aligner's actors and `plaudit train`."""
     from plaudit.critic.server import critic_table, serve_critic
 
     table = critic_table(

@@ -1,4 +1,5 @@
-"""`plaudit train --track`: a process beside the run sends its metrics; a tracker can neither slow nor end it."""
+"""`plaudit train --track`: a separate process sends the run's metrics, so a tracker can neither slow nor end the
+run."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from pathlib import Path
 import typer
 
 PIPED = "PLAUDIT_TRACKED"
-LAST_SECONDS = 60.0  # for what is not sent yet when the run is over
+LAST_SECONDS = 60.0  # for metrics not sent yet when the run is over
 
 
 @contextmanager
 def tracked(run: Path, tracker: str | None) -> Iterator[Callable[[], None]]:
-    """Gives what is to be called once the run has begun its event log."""
+    """Yields a function to call once the run has created its event log."""
     sender: list[subprocess.Popen[bytes]] = []
 
     def begun() -> None:
         if tracker is not None:
             words = [sys.executable, "-m", "plaudit", "report", str(run), "--to", tracker, "--follow"]
-            # A session of its own: Ctrl-C is for the run, which ends and is then sent to its end.
+            # A separate session: Ctrl-C ends the run, and the remaining metrics are still sent.
             process = subprocess.Popen(
                 words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 env={**os.environ, PIPED: "1"},
@@ -39,7 +40,7 @@ def tracked(run: Path, tracker: str | None) -> Iterator[Callable[[], None]]:
 
 
 def run_is_over() -> Callable[[], bool]:
-    """For the process beside the run: whether that has closed our standard input. A run that fails writes no `end`."""
+    """For the tracking process: whether the run has closed our standard input. A failed run writes no `end`."""
     over = threading.Event()
     if PIPED in os.environ:
 
@@ -60,7 +61,7 @@ def _finish(process: subprocess.Popen[bytes], run: Path, tracker: str | None) ->
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        typer.echo(f"warning: {tracker} had not taken all within {LAST_SECONDS:g} s; {again}", err=True)
+        typer.echo(f"warning: {tracker} had not received all metrics within {LAST_SECONDS:g} s; {again}", err=True)
     else:
         if code:
-            typer.echo(f"warning: {tracker} did not take all; {again}", err=True)
+            typer.echo(f"warning: {tracker} did not receive all metrics; {again}", err=True)

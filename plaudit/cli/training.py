@@ -1,4 +1,4 @@
-"""`plaudit train`, `pairs`, `steps`: learn, and make data to learn from."""
+"""`plaudit train`, `pairs`, `steps`: training, and creating training data."""
 
 import sys
 from collections.abc import Callable
@@ -23,40 +23,40 @@ def train(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer copies it)
     out: Out = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
-    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="RL: samples and scores, no update.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run directory's content and start over.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and exit.")] = False,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="RL: sample and score, no update.")] = False,
     train_only: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="RL: learn from the samples that a run dumped, make none.")
+        Path | None, typer.Option(metavar="RUN", help="RL: train on the samples that a run dumped, generate none.")
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="RL: train a run's dump again, compare all numbers with its log.")
+        Path | None, typer.Option(metavar="RUN", help="RL: repeat a run's training on its dump, compare with its log.")
     ] = None,
     track: Annotated[
-        str | None, typer.Option(metavar="TRACKER", help="Send metrics while it trains: tensorboard, wandb or trackio.")
+        str | None, typer.Option(metavar="TRACKER", help="Send metrics during training: tensorboard, wandb or trackio.")
     ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Open a page of the run in the browser, with its curves, pause and stop.")
     ] = False,
 ) -> None:
-    """Train a model: SFT, preferences, reward model, process reward model or RL, as the recipe says."""
+    """Train a model: SFT, preferences, reward model, process reward model or RL, depending on the recipe."""
     from plaudit.config import RlRecipe, load_recipe, to_toml
     from plaudit.errors import ConfigError
 
     if replay is not None:
         if recipe is not None or sets or resume or rollout_only or train_only:
-            raise ConfigError("--replay goes by the run's own recipe and dump: give it no recipe and no other option")
+            raise ConfigError("--replay uses the run's own recipe and dump: remove the recipe and other options")
         _replay(replay, out or replay / "replay")
         return
     if recipe is None:
-        raise ConfigError("no recipe: name one, such as sums-sft; `plaudit recipes` lists them")
+        raise ConfigError("the recipe is missing: give a file or a name such as sums-sft (`plaudit recipes`)")
     tree = load_recipe(recipe, sets)
     if dry_run:
         typer.echo(to_toml(tree), nl=False)
         return
     if resume and fresh:
-        raise ConfigError("--resume and --fresh contradict each other: give one")
+        raise ConfigError("--resume and --fresh exclude each other: give one")
     directory = out or Path("runs") / recipe.stem
     if rollout_only or train_only is not None:
         _check_debugging(tree.task, directory, rollout_only, train_only)
@@ -69,14 +69,14 @@ def train(
     if is_rank():
         guard_rank()
     else:
-        _first_words(tree, directory, resume)
+        _print_start(tree, directory, resume)
     if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
         from plaudit.place.ray.launch import launch_on_ray
 
         raise typer.Exit(launch_on_ray(tree, sys.argv[1:], directory))
     if tree.resources.ranks > 1:
         if rollout_only:
-            raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
+            raise ConfigError(f"--rollout-only runs in one process, but resources has {tree.resources.ranks} ranks")
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
     with tracked(directory, track) as begin_tracking, shown_live(directory, live, tree.resources.ranks) as begin_page:
@@ -90,15 +90,17 @@ def train(
         else:
             outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets), begun)
     if outcome is not None:
-        _say_outcome(directory, *outcome)
+        _print_outcome(directory, *outcome)
 
 
 @app.command("rollouts")
 def generate_for_run(
-    run: Annotated[Path, typer.Argument(help="Directory of an RL run that trains on other machines; all see it.")],
-    wait: Annotated[float, typer.Option(min=1, help="Seconds without a trainer, until it gives up.")] = 600.0,
+    run: Annotated[
+        Path, typer.Argument(help="Directory of an RL run that trains on other machines, on a shared file system.")
+    ],
+    wait: Annotated[float, typer.Option(min=1, help="Timeout for waiting for a trainer, in seconds.")] = 600.0,
 ) -> None:
-    """Generate on this machine for a run with resources.rollout.nodes, until the run is done."""
+    """Generate on this machine for a run with resources.rollout.nodes, until the run is finished."""
     from plaudit.place.machines.machine import Leave, generate_for
     from plaudit.process.guard import guard_this_process
 
@@ -109,13 +111,14 @@ def generate_for_run(
         raise typer.Exit(128 + 15)
 
 
-def _first_words(tree: "Recipe", directory: Path, resume: bool) -> None:
-    """Before torch is imported, which takes seconds: whether the model is there, and what is about to happen."""
+def _print_start(tree: "Recipe", directory: Path, resume: bool) -> None:
+    """Checks that the model exists and prints what is about to happen, before torch is imported, which takes
+    seconds."""
     from plaudit.models.catalog import PACKAGED
 
     if tree.model.path not in (None, PACKAGED) and not resume:
         resolve_model(tree.model.path)
-    if sys.stderr.isatty():  # elsewhere an error stays the one line that is written
+    if sys.stderr.isatty():  # otherwise an error stays the only line printed
         typer.echo(f"plaudit train: {tree.task}, {tree.train.steps} steps, into {directory}", err=True)
 
 
@@ -129,7 +132,7 @@ def _train_rl(
     chosen: list[str],
     begun: Callable[[], None],
 ) -> tuple[dict[str, Any], Path] | None:
-    """The run's summary and where its model is; nothing from a rank other than the first, or where none was trained."""
+    """The run's summary and the path of its model; None on ranks other than the first, or if nothing was trained."""
     from plaudit.place.build import hosting
     from plaudit.report.live import LiveView
     from plaudit.rl.follower import NoViewer, joined_run
@@ -178,11 +181,11 @@ def _keys(sets: list[str]) -> list[str]:
     return [each.partition("=")[0].strip() for each in sets]
 
 
-def _say_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
+def _print_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
     parts = [f"{summary['steps']} steps in {summary['seconds']} s"]
     for name in ("accuracy", "truth", "reward"):
         if f"{name}_after" in summary:
-            before = summary[f"{name}_before"]  # not there, where the first evaluation got no rewards
+            before = summary[f"{name}_before"]  # missing if the first evaluation got no rewards
             parts.append(f"{name} {'?' if before is None else f'{before:.3f}'} -> {summary[f'{name}_after']:.3f}")
     typer.echo(f"{directory.name}: {'; '.join(parts)}; model in {model}")
 
@@ -191,11 +194,11 @@ def _check_debugging(task: str, directory: Path, rollout_only: bool, train_only:
     from plaudit.errors import ConfigError
 
     if task != "rl":
-        raise ConfigError(f"--rollout-only and --train-only are for RL, and the recipe has task = {task!r}")
+        raise ConfigError(f"--rollout-only and --train-only need an RL recipe, but the recipe has task = {task!r}")
     if rollout_only and train_only is not None:
-        raise ConfigError("--rollout-only and --train-only contradict each other: give one")
+        raise ConfigError("--rollout-only and --train-only exclude each other: give one")
     if train_only is not None and train_only.resolve().is_relative_to(directory.resolve()):
-        raise ConfigError(f"{train_only} is in the run directory {directory}: name another one with --out")
+        raise ConfigError(f"{train_only} is in the run directory {directory}: set another one with --out")
 
 
 def _replay(run: Path, out: Path) -> None:
@@ -210,9 +213,9 @@ def _replay(run: Path, out: Path) -> None:
 @app.command()
 def verify(
     run: Annotated[Path, typer.Argument(help="An RL run's directory.")],
-    step: Annotated[int | None, typer.Option(help="The last step to make again. Default: the run's last.")] = None,
+    step: Annotated[int | None, typer.Option(help="The last step to repeat. Default: the run's last.")] = None,
 ) -> None:
-    """Make steps of a run again from its last checkpoint before them, and compare every bit with its log."""
+    """Repeat steps of a run from the checkpoint before them, and compare the results bit by bit with its log."""
     from tempfile import TemporaryDirectory
 
     from plaudit.rl.verify import keep
@@ -227,11 +230,11 @@ def verify(
 
 @app.command("pairs")
 def make_pairs(
-    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: from --rollout-only, or with train.dump = true.")],
     out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
-    most: Annotated[int, typer.Option(min=1, help="Pairs of one prompt, at most.")] = 4,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of pairs per prompt.")] = 4,
 ) -> None:
-    """Preference pairs from a run's rollouts: the response with the higher reward over that with the lower."""
+    """Create preference pairs from a run's rollouts: the response with the higher reward over that with the lower."""
     from plaudit.train.rollouts.pairs import write_pairs
 
     typer.echo(f"{out}: {write_pairs(run, out, most)}")
@@ -239,13 +242,13 @@ def make_pairs(
 
 @app.command("steps")
 def value_steps(
-    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: from --rollout-only, or with train.dump = true.")],
     out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
     split: Annotated[str, typer.Option(help=r"The text that ends a step; \n stands for a new line.")] = r"\n\n",
-    completions: Annotated[int, typer.Option(min=1, help="Completions from the end of each step.")] = 8,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many solutions.")] = None,
+    completions: Annotated[int, typer.Option(min=1, help="Completions sampled from the end of each step.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N solutions.")] = None,
 ) -> None:
-    """Step values from a run's rollouts: how often the run's policy comes out right from the end of each step."""
+    """Estimate step values from a run's rollouts: the share of right completions from the end of each step."""
     from plaudit.train.rollouts.step_values import write_step_values
 
     ends = split.replace(r"\n", "\n")

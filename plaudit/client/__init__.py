@@ -1,1 +1,1 @@
-"""`RewardClient` and `AsyncRewardClient`: requests, retries, deadlines, replicas. Loads no torch."""
+"""`RewardClient` and `AsyncRewardClient`: requests, retries, deadlines, replicas. Imports no torch."""

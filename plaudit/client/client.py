@@ -1,4 +1,4 @@
-"""Clients of `plaudit serve`: a result for every item, in order, or an exception. A failure is never a number.
+"""Clients of `plaudit serve`: return a result for every item, in order, or raise. A failure is never a number.
 
 `AsyncRewardClient` is the implementation; `RewardClient` runs it in a thread.
 """
@@ -26,11 +26,11 @@ from plaudit.client.replicas import Replica, Replicas
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, VersionChanged
 
 DEFAULT_URL = "http://127.0.0.1:5555"
-CONNECTIONS = 64  # to each server
+CONNECTIONS = 64  # per server
 CONNECT_SECONDS = 5.0
-PROBE_EVERY, PROBE_SECONDS = 10.0, 5.0  # of a server that keeps a request waiting, where there is another to ask
+PROBE_EVERY, PROBE_SECONDS = 10.0, 5.0  # health checks of a server that does not answer, if there are others
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-RESCORES = 2  # of the part of a call that an older version scored, before it is given up
+RESCORES = 2  # repetitions of the part of a call scored by an older version, before the call fails
 
 Side = Literal["left", "right"]
 OnRetry = Callable[[str, float | None], None]
@@ -43,24 +43,24 @@ class _Answer:
     results: list[Result]
 
 
-class _TryAgain(Exception):
-    """An attempt failed in a way that another may not."""
+class _RetryableError(Exception):
+    """An attempt failed in a way that may succeed on a retry."""
 
 
-class _Silent(_TryAgain):
-    """The server does not even say that it lives."""
+class _Unresponsive(_RetryableError):
+    """The server does not answer its health check either."""
 
 
 class AsyncRewardClient:
-    """urls       one server, or several of the same model: each request goes to the one with the fewest under way;
+    """urls       one server, or several of the same model: each request goes to the least busy one;
                http, https, unix:PATH, or grpc and grpcs, which need grpcio and the port of --grpc-port
-    model      its name; the first that the server serves, if left out
-    timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
+    model      its name; default: the first model of the server
+    timeout    seconds for one `score`, including waiting and retries; None: no limit
     retries    attempts after the first for each request of a call
-    transport  in place of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
-    hedge      seconds after which a request without an answer is also sent to another server, or to the same one again;
-               the first answer counts and the other request is withdrawn
-    on_retry   hears of every attempt that failed and is repeated: why, and how many seconds are left (None: no limit)
+    transport  instead of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
+    hedge      seconds after which an unanswered request is also sent to another server, or again to the same one;
+               the first answer counts and the other request is cancelled
+    on_retry   called for every failed attempt that is retried, with the reason and the seconds left (None: no limit)
     ca_file, client_cert  PEM files for https: `network.py`
     """
 
@@ -75,7 +75,9 @@ class AsyncRewardClient:
         self.timeout = timeout
         self.retries = retries
         if hedge is not None and not hedge > 0:
-            raise ConfigError(f"hedge is {hedge}; expected seconds above 0, such as the 95th percentile of a request")
+            raise ConfigError(
+                f"hedge is {hedge}; expected seconds above 0, such as the 95th percentile of request times"
+            )
         self.hedge = hedge
         self._on_retry = on_retry
         self._replicas = Replicas(self.urls)
@@ -84,7 +86,7 @@ class AsyncRewardClient:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             if not api_key or not api_key.isascii() or not api_key.isprintable():
-                raise ConfigError("api_key must be printable ASCII characters, and at least one")
+                raise ConfigError("api_key must be one or more printable ASCII characters")
             headers["Authorization"] = f"Bearer {api_key}"
         self._network = Network(self.urls, headers, connections, ca_file, client_cert, transport)
 
@@ -92,8 +94,8 @@ class AsyncRewardClient:
         self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
         version: str | None = None,
     ) -> list[Result]:  # fmt: skip
-        """A result for every response, in order: `Score`s, or `StepScores` with `steps`. One that the server could not
-        score has an `error`. All scores of a call are of one version: of `version`, if that is given."""
+        """Returns a result for every response, in order: `Score`s, or `StepScores` with `steps`. A response that the
+        server could not score has an `error`. All scores of a call have the same version: `version`, if given."""
         requests, results = exchanges(all_items(items), Options(self.model, steps, truncate, priority))
         for request, answer in zip(requests, await self._one_version(requests, version), strict=True):
             results.update(zip(request.places, answer.results, strict=True))
@@ -109,11 +111,11 @@ class AsyncRewardClient:
         await self.close()
 
     async def _one_version(self, requests: Sequence[Exchange], version: str | None) -> list[_Answer]:
-        """A model may be swapped in mid-call. What the older version scored is then scored again."""
+        """A model may be swapped during a call. What the older version scored is then scored again."""
         began = time.monotonic()
         answers = await self._all(requests, began, version)
         for attempt in range(RESCORES + 1):
-            # A request that was sent later does not meet an older version; one that is answered later may have.
+            # A request sent later cannot reach an older version; one answered later can.
             newest = max(answers, key=lambda answer: answer.sent).version if answers else ""
             older = [i for i, answer in enumerate(answers) if answer.version != newest]
             if not older:
@@ -121,8 +123,8 @@ class AsyncRewardClient:
             if attempt == RESCORES:
                 versions = sorted({answer.version for answer in answers})
                 raise VersionChanged(
-                    f"{self._names()} scored parts of one call as versions {', '.join(versions)}, also after "
-                    f"{RESCORES} repetitions; give the servers the same model, or call again when the swap is done"
+                    f"{self._names()} scored parts of one call with versions {', '.join(versions)}, even after "
+                    f"{RESCORES} repetitions; serve the same model on all servers, or call again after the swap"
                 )
             for i, answer in zip(older, await self._all([requests[i] for i in older], began, version), strict=True):
                 answers[i] = answer
@@ -137,10 +139,10 @@ class AsyncRewardClient:
                 task.cancel()
 
     async def _answered(self, request: Exchange, began: float, version: str | None) -> _Answer:
-        """One request, until it is answered, refused, or out of attempts or time."""
+        """Sends one request until it is answered, rejected, or out of attempts or time."""
         body = request.body()
         deadline = None if self.timeout is None else began + self.timeout
-        cause = "there was no time for an attempt"
+        cause = "the timeout expired before the first attempt"
         attempts = 0
         pause = 0.0
         while attempts <= self.retries:
@@ -152,15 +154,15 @@ class AsyncRewardClient:
                 async with self._connection(deadline):
                     attempts += 1
                     return await self._hedged(request, body, deadline, version)
-            except _TryAgain as failure:
+            except _RetryableError as failure:
                 cause = str(failure)
                 if self._on_retry is not None and attempts <= self.retries:
                     self._on_retry(cause, None if deadline is None else max(0.0, deadline - time.monotonic()))
-            # Full jitter: of many that were turned away together, few come back together.
+            # Full jitter, so that requests rejected together are not retried together.
             pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempts - 1, 20)))
         raise RewardUnavailable(
             f"no scores from {self._names()} after {attempts} attempt(s) in {time.monotonic() - began:.1f} s "
-            f"(timeout {self.timeout} s, retries {self.retries}): {cause}; see whether the server runs and is ready"
+            f"(timeout {self.timeout} s, retries {self.retries}): {cause}; check that the server is running and ready"
         )
 
     @asynccontextmanager
@@ -169,15 +171,15 @@ class AsyncRewardClient:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 await self._free.acquire()
         except TimeoutError:
-            raise _TryAgain("all connections were busy with other calls") from None
+            raise _RetryableError("all connections were in use by other calls") from None
         try:
             yield
         finally:
             self._free.release()
 
     async def _hedged(self, request: Exchange, body: bytes, deadline: float | None, version: str | None) -> _Answer:
-        """One attempt; and, where that has no answer after `hedge` seconds, a second one beside it. The first answer
-        counts, and the other attempt is withdrawn."""
+        """One attempt, and a second one in parallel if there is no answer after `hedge` seconds. The first answer
+        counts, and the other attempt is cancelled."""
         replica = self._replicas.choose()
         if self.hedge is None:
             return await self._attempt(replica, request, body, deadline, version)
@@ -190,7 +192,8 @@ class AsyncRewardClient:
             while True:
                 done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda each: each.exception() is not None):
-                    if not (under_way and isinstance(task.exception(), _TryAgain)):  # else the other may yet answer
+                    # otherwise the other may still answer
+                    if not (under_way and isinstance(task.exception(), _RetryableError)):
                         return task.result()
         finally:
             for task in under_way:
@@ -201,17 +204,17 @@ class AsyncRewardClient:
         self, replica: Replica, request: Exchange, body: bytes, deadline: float | None, version: str | None
     ) -> _Answer:
         sent = time.monotonic()
-        # Where there is another server to ask, one that hangs does not get all of the time.
+        # If there are other servers, one that hangs does not get the whole timeout.
         seconds = None if deadline is None else (deadline - sent) / (1 if len(self.urls) == 1 else 2)
         replica.outstanding += 1
         try:
             reply = await self._post(replica.url, body, seconds, request.route)
             _check_status(replica, reply)
-        except _Silent:
+        except _Unresponsive:
             replica.silent()
             raise
-        except _TryAgain:
-            if not replica.resting:  # one that says when to come back is alive
+        except _RetryableError:
+            if not replica.resting:  # a server that sent Retry-After is alive
                 replica.failed()
             raise
         finally:
@@ -222,11 +225,11 @@ class AsyncRewardClient:
         except BadReply as error:
             raise BadReply(f"{replica.url}: {error}") from None
         if version is not None and served_version != version:
-            raise VersionChanged(f"{replica.url} serves version {served_version}, and {version} was asked for")
+            raise VersionChanged(f"{replica.url} serves version {served_version}, but {version} was requested")
         return _Answer(sent, served_version, results)
 
     async def _post(self, url: str, body: bytes, seconds: float | None, route: str) -> httpx.Response:
-        """With the seconds it has, so that the server does not compute for nobody."""
+        """Sends the remaining time as deadline, so that the server stops computing after it."""
         headers = {} if seconds is None else {"X-Deadline": f"{seconds:.3f}"}
         if route:
             headers["X-Route-Key"] = route
@@ -234,15 +237,15 @@ class AsyncRewardClient:
         post = self._network.send("POST", url, "/v1/rewards", content=body, headers=headers, timeout=timeout)
         try:
             async with asyncio.timeout(seconds):
-                return await (post if len(self.urls) == 1 else self._while_it_lives(url, post))
+                return await (post if len(self.urls) == 1 else self._while_alive(url, post))
         except TimeoutError:
-            raise _TryAgain(f"{url} did not answer in {seconds:.1f} s") from None
+            raise _RetryableError(f"{url} did not answer within {seconds:.1f} s") from None
         except httpx.RequestError as error:
-            raise _TryAgain(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
+            raise _RetryableError(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
 
-    async def _while_it_lives(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-        """The reply. A process that was stopped takes requests and answers none, not even whether it lives; one that
-        computes for long answers that, however it does."""
+    async def _while_alive(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+        """The reply, as long as the server is alive. A stopped process accepts requests and answers none, not even the
+        health check; one that computes for long still answers that."""
         reply = asyncio.create_task(post)
         try:
             while not (await asyncio.wait({reply}, timeout=PROBE_EVERY))[0]:
@@ -251,7 +254,7 @@ class AsyncRewardClient:
                         await self._network.send("GET", url, "/health/live", timeout=None)
                 except (TimeoutError, httpx.RequestError):
                     if not reply.done():
-                        raise _Silent(f"{url} does not answer, nor does its /health/live") from None
+                        raise _Unresponsive(f"{url} does not answer, nor does its /health/live") from None
             return reply.result()
         finally:
             reply.cancel()
@@ -261,7 +264,7 @@ class AsyncRewardClient:
 
 
 class RewardClient:
-    """`AsyncRewardClient` for code that is not async; its arguments are the same. Any thread may call it."""
+    """`AsyncRewardClient` for synchronous code, with the same arguments. Thread-safe."""
 
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
@@ -290,21 +293,21 @@ class RewardClient:
         try:
             return future.result()
         finally:
-            future.cancel()  # where the wait was interrupted, nobody wants the scores any more
+            future.cancel()  # the wait was interrupted
 
     def submit(
         self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
         version: str | None = None,
     ) -> Future[list[Result]]:  # fmt: skip
-        """What `score` gives, in a future. Cancelling it withdraws the requests."""
+        """The result of `score` in a future. Cancelling it cancels the requests."""
         if self._closed:
             raise RuntimeError("the client is closed")
-        wanted = all_items(items)  # now: the caller may change its list while the thread works
+        wanted = all_items(items)  # copied now: the caller may change its list while the thread works
         scored = self._client.score(wanted, steps=steps, truncate=truncate, priority=priority, version=version)
         return asyncio.run_coroutine_threadsafe(scored, self._loop)
 
     def close(self) -> None:
-        """Futures that are not done are cancelled."""
+        """Cancels futures that are not done."""
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -330,12 +333,12 @@ class RewardClient:
 def _checked_urls(urls: str | Sequence[str]) -> list[str]:
     addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
     if not addresses:
-        raise ConfigError("no URL of a reward server was given")
+        raise ConfigError("urls is empty; expected the URL of a reward server")
     for url in addresses:
         if url.startswith(UNIX):
             if not url.removeprefix(UNIX).startswith("/"):
                 raise ConfigError(
-                    f"{url!r} is not a unix socket; expected its whole path, such as unix:/run/plaudit.sock"
+                    f"{url!r} is not a unix socket; expected an absolute path, such as unix:/run/plaudit.sock"
                 )
             continue
         try:
@@ -343,16 +346,16 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https", "grpc", "grpcs") or not parts.host:
-            raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL}")
+            raise ConfigError(f"{url!r} is not the URL of a server; expected, for example, {DEFAULT_URL}")
         if parts.userinfo:
-            raise ConfigError(f"the URL of {parts.host} holds a password, which messages would show; use api_key")
+            raise ConfigError(f"the URL of {parts.host} contains a password, which messages would show; use api_key")
         if parts.scheme.startswith("grpc") and (parts.port is None or parts.path != "/"):
-            raise ConfigError(f"{url!r} is not the address of gRPC; expected one such as grpc://127.0.0.1:8001")
+            raise ConfigError(f"{url!r} is not a gRPC address; expected, for example, grpc://127.0.0.1:8001")
     return [url.rstrip("/") for url in addresses]
 
 
 def _check_status(replica: Replica, reply: httpx.Response) -> None:
-    """A reply that may be read; else _TryAgain, or an error that no further attempt would mend."""
+    """Returns if the reply can be parsed; raises _RetryableError, or an error that a retry cannot fix."""
     status = reply.status_code
     if status == 200:
         return
@@ -360,14 +363,14 @@ def _check_status(replica: Replica, reply: httpx.Response) -> None:
     summary = f"{replica.url} answered {status} ({type}: {message})" if type else f"{replica.url} answered {status}"
     if status in (408, 429) or status >= 500:
         replica.rest(_retry_after(reply))
-        raise _TryAgain(summary)
+        raise _RetryableError(summary)
     if status >= 400:
         raise RequestRefused(status, type, summary)
-    raise BadReply(f"{summary}, where 200 was expected; redirects are not followed: give the server's own address")
+    raise BadReply(f"{summary}; expected 200; redirects are not followed: use the server's own address")
 
 
 def _error_of(reply: httpx.Response) -> tuple[str, str]:
-    """The type and message of the server's error, where it gave them."""
+    """The type and message of the server's error, if present."""
     try:
         error: Any = msgspec.json.decode(reply.content)["error"]
         return str(error["type"])[:100], " ".join(str(error["message"]).split())[:500]

@@ -1,7 +1,7 @@
-"""What goes to the server and what comes back: items to request bodies, replies to checked results.
+"""Converts items to request bodies, and replies to validated results.
 
-The wire is that of `protocols/native.py`. Results are matched to items by their place, so every count must agree; a
-reply that is wrong anywhere is used nowhere.
+The wire format is that of `protocols/native`. Results are matched to items by position, so every count must agree; a
+reply with any error is discarded entirely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUEST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What holds for all requests of one call."""
+    """Options of all requests of one call."""
 
     model: str | None = None
     steps: bool = False
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(slots=True)
 class _Group:
-    """Responses of one prompt that stand next to each other; or one item of another form, which has no responses."""
+    """Consecutive responses of one prompt; or one item of another form, which has no responses."""
 
     key: bytes
     fields: dict[str, msgspec.Raw]
@@ -51,8 +51,8 @@ class _Group:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request: `places` are those of its items in the call, a list per group. `route` is the same for all requests
-    of a call: where a server has two versions, one of them answers the whole call."""
+    """One request: `places` are the positions of its items in the call, a list per group. `route` is the same for all
+    requests of a call: if a server has two versions, one of them answers the whole call."""
 
     options: Options
     groups: list[_Group] = field(default_factory=list)
@@ -69,17 +69,17 @@ class Exchange:
         return msgspec.json.encode({**fields, "items": [group.wire() for group in self.groups]})
 
     def read(self, content: bytes) -> tuple[str, list[Result]]:
-        """The version of the model and a result for every place."""
+        """The version of the model and a result for every position."""
         try:
             reply = _REPLY.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadReply(f"not a reply to what was asked: {' '.join(str(error).split())[:200]}") from None
+            raise BadReply(f"the reply does not match the request: {' '.join(str(error).split())[:200]}") from None
         if not reply.version:
-            raise BadReply("its version is empty, so that nobody could tell which model scored")
+            raise BadReply("its version is empty; expected the version of the model")
         if self.options.model is not None and reply.model != self.options.model:
-            raise BadReply(f"{self.options.model!r} was asked to score, and {reply.model[:100]!r} did")
+            raise BadReply(f"the request was for {self.options.model!r}, but {reply.model[:100]!r} answered")
         if len(reply.items) != len(self.groups):
-            raise BadReply(f"{len(self.groups)} items were sent, and {len(reply.items)} came back")
+            raise BadReply(f"{len(self.groups)} items were sent, but the reply has {len(reply.items)}")
         results: list[Result] = []
         for number, (group, item) in enumerate(zip(self.groups, reply.items, strict=True)):
             try:
@@ -90,7 +90,7 @@ class Exchange:
 
 
 def exchanges(items: Sequence[Item], options: Options) -> tuple[list[Exchange], dict[int, Result]]:
-    """The requests that score these items, and the results of the items that no request can carry."""
+    """The requests that score these items, and error results of items that cannot be sent."""
     unsent: dict[int, Result] = {}
     requests: list[Exchange] = []
     count = size = 0
@@ -116,7 +116,7 @@ def _groups(items: Sequence[Item], options: Options, unsent: dict[int, Result]) 
         try:
             group = _group(item, place)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            # Half a surrogate pair in a sampled text, or a truth that is no JSON: one item's fault, and not the call's.
+            # Invalid Unicode in a sampled text, or a truth that is not JSON, fails only its item.
             reason = ItemError("invalid_item", f"it cannot be sent as JSON: {' '.join(str(error).split())[:200]}")
             unsent[place] = StepScores(error=reason) if options.steps else Score(error=reason)
             continue
@@ -146,7 +146,7 @@ def _group(item: Item, place: int) -> _Group:
 
 
 def _joins(group: _Group, last: _Group) -> bool:
-    """The same prompt (and truth): one group, whose beginning the server computes once."""
+    """Whether both have the same prompt (and truth): one group, whose prefix the server computes once."""
     if not group.responses or not last.responses:
         return False
     small = len(last.places) < REQUEST_ITEMS and last.bytes + len(bytes(group.responses[0])) <= REQUEST_BYTES
@@ -187,11 +187,11 @@ def _results(item: _Item, count: int, version: str, steps: bool) -> list[Result]
     for name in ("scores", "steps", "attributes", "truncated", "errors"):
         values = getattr(item, name)
         if values is not None and len(values) != count:
-            raise BadReply(f"{count} responses were sent, and {len(values)} {name} came back")
+            raise BadReply(f"{count} responses were sent, but the reply has {len(values)} {name}")
     if item.scores is None:
         raise BadReply("it has neither scores nor an error")
     if steps and item.steps is None:
-        raise BadReply("step scores were asked for, and none came back")
+        raise BadReply("step scores were requested, but the reply has none")
     return [_result(item, at, version, steps) for at in range(count)]
 
 
@@ -205,14 +205,14 @@ def _result(item: _Item, at: int, version: str, steps: bool) -> Result:
     for part in attributes.values():
         _finite(part, at)
     if error is not None:
-        failed = _failed(error, version, steps)  # of several labels that have no weights there is one score for each
+        failed = _failed(error, version, steps)  # several labels without weights have a score each
         return replace(failed, attributes=attributes) if isinstance(failed, Score) else failed
     assert value is not None
     truncated = item.truncated is not None and item.truncated[at]
     if steps:
         values = item.steps[at] if item.steps is not None else None
         if not values:
-            raise BadReply(f"response {at} has a score and no step scores")
+            raise BadReply(f"response {at} has a score but no step scores")
         return StepScores(
             tuple(_finite(v, at) for v in values), _finite(value, at), version=version, truncated=truncated
         )

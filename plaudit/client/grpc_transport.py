@@ -1,7 +1,7 @@
-"""The client's requests over gRPC, and gRPC's replies as those of HTTP: everything above this is the same for both.
+"""The client's requests over gRPC, with replies converted to those of HTTP, so that other code is the same for both.
 
-A call carries the body of /v1/rewards as it is. An error has HTTP's status, its type and `Retry-After` in its trailing
-metadata. Only `grpcio` is needed (`pip install grpcio`), and only where a URL asks for it.
+A call carries the body of /v1/rewards unchanged. Errors have HTTP's status, type and `Retry-After` in the trailing
+metadata. Only `grpcio` is needed (`pip install grpcio`), and only for a grpc URL.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CARRIED = ("authorization", "x-deadline", "x-route-key", "x-request-id", "tracep
 OPTIONS = (
     ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # which is how long it tries to connect
+    ("grpc.min_reconnect_backoff_ms", 5000),  # also the timeout of a connection attempt
 )  # fmt: skip
 
 
 class GrpcTransport(httpx.AsyncBaseTransport):
-    """To one server. `ca_file` and `client_cert` are PEM, as over HTTP."""
+    """Transport to one server. `ca_file` and `client_cert` are PEM files, as over HTTP."""
 
     def __init__(self, url: str, ca_file: str | None, client_cert: str | None) -> None:
         try:
@@ -43,7 +43,7 @@ class GrpcTransport(httpx.AsyncBaseTransport):
             self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, pair, pair), OPTIONS)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """gRPC works in threads of its own, so that any event loop will do."""
+        """gRPC uses its own threads, so this works with any event loop."""
         call = self._channel.unary_unary(METHODS[request.url.path])
         metadata = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class GrpcTransport(httpx.AsyncBaseTransport):
             return self._failed(error)
 
     def _failed(self, error: Any) -> httpx.Response:
-        """The reply that the same request would have had over HTTP; httpx's error where there would have been none."""
+        """The reply that the same request would get over HTTP, or httpx's error if there would be none."""
         trailing = dict(error.trailing_metadata() or ())
         status, kind, message = trailing.get("x-status"), trailing.get("x-error-type", ""), error.details() or ""
         codes = self._grpc.StatusCode
@@ -69,7 +69,7 @@ class GrpcTransport(httpx.AsyncBaseTransport):
             if error.code() == codes.RESOURCE_EXHAUSTED and "larger than max" in message:
                 status, kind = "413", "too_large"
             elif error.code() == codes.UNIMPLEMENTED:
-                status, kind, message = "404", "not_found", "this is no gRPC port of plaudit serve"
+                status, kind, message = "404", "not_found", "this is not the gRPC port of plaudit serve"
             else:
                 lost = httpx.ConnectError(f"{error.code().name}: {message}")
                 if "CERTIFICATE_VERIFY_FAILED" in message:

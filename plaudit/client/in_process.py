@@ -1,4 +1,4 @@
-"""A reward of this process behind the client: no socket, and yet the same records and the same checks."""
+"""A reward in this process behind the client: no socket, but the same records and checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MOST_ITEMS = 4096
 
 
 class InProcess(httpx.AsyncBaseTransport):
-    """`RewardClient(transport=InProcess(reward))`. Whoever made the reward closes it."""
+    """`RewardClient(transport=InProcess(reward))`. Closing the reward is up to its owner."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        # A rule or a model knows its version; what has none cannot change while it is here.
+        # Rules and models have a version; a reward without one cannot change while it exists.
         self._version: str = getattr(reward, "version", "in-process")
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -35,9 +35,9 @@ class InProcess(httpx.AsyncBaseTransport):
         items = [item for group in request.groups if not isinstance(group, str) for item in group]
         results = await asyncio.to_thread(self._reward.score, items)
         if len(results) != len(items):
-            raise RuntimeError(f"the reward gave {len(results)} results for {len(items)} items")
+            raise RuntimeError(f"the reward returned {len(results)} results for {len(items)} items")
         if request.steps and any(isinstance(result, Score) for result in results):
-            raise HttpError(422, "not_a_process_model", "this is not a process model: it has no step scores")
+            raise HttpError(422, "not_a_process_model", "this is not a process model, so it has no step scores")
         remaining = iter(results)
         groups = [group if isinstance(group, str) else [next(remaining) for _ in group] for group in request.groups]
         usage = {"items": len(items), "tokens": sum(result.tokens for result in results)}

@@ -1,4 +1,4 @@
-"""The forms in which a caller may give what is to be scored; all become Items."""
+"""Input forms of items to score; all are converted to Items."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def all_items(entries: Iterable[Entry]) -> list[Item]:
 
 
 def items_of(fields: Mapping[str, Any]) -> list[Item]:
-    """The Items of one mapping. Fields that are not ours are left alone; a field that is None is not there."""
+    """The Items of one mapping. Unknown fields are ignored; a field that is None counts as missing."""
     try:
         row = msgspec.convert(fields, _Fields)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from None
     if row.response is not None and row.responses is not None:
-        raise RequestError("it has both response and responses; give one of them")
+        raise RequestError("it has both response and responses; expected one of them")
     if row.responses is not None and not row.responses:
-        raise RequestError("responses is empty; give at least one")
+        raise RequestError("responses is empty; expected at least one")
     responses: list[str | list[str] | None] = [row.response] if row.responses is None else [*row.responses]
     prompt = tuple(row.prompt) if isinstance(row.prompt, list) else row.prompt
     messages = None if row.messages is None else tuple(row.messages)
@@ -69,4 +69,4 @@ def _fields(entry: Any) -> Mapping[str, Any]:
         prompt, responses = entry
         several = [responses] if isinstance(responses, str) else list(responses)
         return {"prompt": prompt, "responses": several}
-    raise RequestError(f"expected an Item, (prompt, responses) or a mapping, found {type(entry).__name__}")
+    raise RequestError(f"expected an Item, (prompt, responses) or a mapping, got {type(entry).__name__}")

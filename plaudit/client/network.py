@@ -1,4 +1,4 @@
-"""HTTP to the servers of a client: over TCP, TLS, a unix socket or gRPC, as their URLs say."""
+"""HTTP connections of a client: over TCP, TLS, a unix socket or gRPC, depending on the URL."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ StrPath = str | Path
 
 
 class Network:
-    """ca_file      PEM of the CA of https servers, in place of the public ones; PLAUDIT_CA_FILE if left out
-    client_cert  PEM with a certificate and its key, for servers that ask for one; PLAUDIT_CLIENT_CERT if left out
+    """ca_file      PEM of the CA of https servers, instead of the public ones; default: PLAUDIT_CA_FILE
+    client_cert  PEM with a certificate and its key, for servers that require one; default: PLAUDIT_CLIENT_CERT
     """
 
     def __init__(
         self, urls: Sequence[str], headers: Mapping[str, str], connections: int, ca_file: StrPath | None,
         client_cert: StrPath | None, transport: httpx.AsyncBaseTransport | None,
     ) -> None:  # fmt: skip
-        limits = httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections)  # and probes
+        # including health checks
+        limits = httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections)
         ca_file = ca_file or os.environ.get("PLAUDIT_CA_FILE")
         client_cert = client_cert or os.environ.get("PLAUDIT_CLIENT_CERT")
         verify = _context(ca_file, client_cert)
 
         def opened(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-            # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
+            # Only the given addresses: redirects are not followed, proxy variables are ignored.
             return httpx.AsyncClient(
                 headers=headers, limits=limits, transport=transport, verify=verify, follow_redirects=False,
                 trust_env=False,
@@ -51,13 +52,13 @@ class Network:
         self._clients = {url: reached(url) for url in urls}
 
     async def send(self, method: str, url: str, path: str, **options: Any) -> httpx.Response:
-        """httpx.RequestError if there is no reply, RewardUnavailable if there will never be one."""
+        """Raises httpx.RequestError if there is no reply, RewardUnavailable if a retry cannot succeed."""
         try:
             base = "http://localhost" if _is_unix(url) or url.startswith(SCHEMES) else url
             return await self._clients[url].request(method, f"{base}{path}", **options)
         except httpx.RequestError as error:
             if _untrusted(error):
-                cure = "give the file of its CA as ca_file, or in PLAUDIT_CA_FILE"
+                cure = "set its CA file as ca_file, or in PLAUDIT_CA_FILE"
                 raise RewardUnavailable(f"{url} has a certificate that is not trusted ({error}): {cure}") from None
             raise
 
@@ -78,7 +79,7 @@ def _context(ca_file: StrPath | None, client_cert: StrPath | None) -> ssl.SSLCon
         context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         if client_cert is not None:
             context.load_cert_chain(client_cert)
-    except (OSError, ValueError) as error:  # of which an SSLError is one
+    except (OSError, ValueError) as error:  # includes SSLError
         raise ConfigError(f"{files} cannot be used: {error}; expected PEM files") from None
     return context
 

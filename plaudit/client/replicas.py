@@ -1,4 +1,4 @@
-"""Servers of the same model: which one is asked next, and which ones are left alone for a while."""
+"""Servers of the same model: selects the next one, and avoids failing ones for a while."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EJECT_AFTER = 3  # failures in a row
+EJECT_AFTER = 3  # consecutive failures
 COOL_DOWN = 5.0
-LONGEST_REST = 60.0  # a server that asks for more is asked again after this
+LONGEST_REST = 60.0  # limit of the server's Retry-After
 
 
 @dataclass(slots=True)
 class Replica:
-    """rest_until  the server itself asked not to be asked before (Retry-After)
-    out_until   we leave it alone: it failed several times in a row, or was silent
+    """rest_until  the server's Retry-After: no requests before this time
+    out_until   the server is avoided until then: it failed several times in a row, or was silent
     """
 
     url: str
@@ -37,7 +37,7 @@ class Replica:
             self.out_until = time.monotonic() + COOL_DOWN
 
     def silent(self) -> None:
-        """It says nothing, not even that it lives: it is out at once, and for longer."""
+        """It does not answer its health check either: it is avoided at once, and for longer."""
         self.failures = EJECT_AFTER
         self.out_until = time.monotonic() + LONGEST_REST
 
@@ -50,9 +50,9 @@ class Replicas:
         self.all = [Replica(url) for url in urls]
 
     def choose(self, beside: Replica | None = None) -> Replica:
-        """The one with the fewest requests under way; if there is another than `beside`, not that. One that was left
-        alone gets a single request to show itself; where all are out, being out does not count: waiting between
-        attempts is enough."""
+        """The one with the fewest requests in progress, if possible not `beside`. After it was avoided, a server gets
+        a single trial request; if all are avoided, any is used: the delay between attempts
+        is enough."""
         now = time.monotonic()
         others = [r for r in self.all if r is not beside] or self.all
         rested = [r for r in others if not r.resting] or [min(others, key=lambda r: r.rest_until)]
@@ -60,5 +60,5 @@ class Replicas:
         return min(sound or rested, key=lambda r: (r.outstanding, random.random()))
 
     def rest_left(self) -> float:
-        """Seconds until at least one may be asked."""
+        """Seconds until at least one may be used."""
         return max(0.0, min(replica.rest_until for replica in self.all) - time.monotonic())

@@ -1,1 +1,1 @@
-"""`plaudit critic`: a value model that trains, behind NeMo-Aligner's protocol. Its worker trains; the rest is HTTP."""
+"""`plaudit critic`: a value model that is trained over HTTP with NeMo-Aligner's protocol. Its worker trains."""

@@ -1,8 +1,8 @@
-"""The HTTP process's side of a critic: its worker, what is under way there, and what is known of its state.
+"""The HTTP process's side of a critic: its worker, the calls in progress, and its last reported state.
 
-All calls go to one worker in the order in which they came, one at a time: values asked for while an update is under way
-are those after it. If the worker dies, what was under way is answered with an error and another worker starts from the
-last save. Were there updates since, they are gone: until somebody goes back to a save on purpose, nothing is answered.
+All calls go to one worker in order, one at a time: values requested during an update are those after it. If the worker
+crashes, calls in progress are answered with an error and another worker starts from the last save. If there were
+updates since that save, they are lost: requests are rejected until somebody loads a save explicitly.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import CriticGauges, Metrics
-from plaudit.serve.protocols.critic.wire import Lesson
+from plaudit.serve.protocols.critic.wire import TrainingRows
 from plaudit.serve.protocols.triton.wire import Rows
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.link import KILL_SECONDS, SILENCE_SECONDS, Link
 
 NAME = "critic"
-# What the worker calls an error, and the status it has. Nothing of these has changed the weights.
+# Error types of the worker, and their HTTP status. None of these has changed the weights.
 STATUS = {"refused": 422, "not_finite": 422, "conflict": 409, "unknown_save": 404}
 
 
 class State(msgspec.Struct):
-    """What a worker says of itself with every answer.
+    """The worker's state, sent with every answer.
 
-    updates  that were made since the critic was new
-    save     the newest state on disk that this one comes from; None: the model it was started with
-    saved    how many of the updates that state has
+    updates  made since the critic was created
+    save     the newest saved state that this one is based on; None: the model it was started with
+    saved    the number of updates in that state
     """
 
     updates: int
@@ -47,7 +47,7 @@ class State(msgspec.Struct):
 
 
 class CriticInfo(msgspec.Struct):
-    """What does not change while a critic lives."""
+    """Facts that do not change during a critic's lifetime."""
 
     vocabulary: int
     positions: int
@@ -57,7 +57,7 @@ class CriticInfo(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """blocks  arrays of two dimensions, in the order of the frame's own kind"""
+    """blocks  arrays of two dimensions, in the order defined by the frame"""
 
     blocks: list[np.ndarray]
     text: str
@@ -74,7 +74,7 @@ class CriticHost:
     def __init__(
         self, table: CriticServerTable, module: str, admission: Admission, metrics: Metrics, log: Log
     ) -> None:  # fmt: skip
-        """`module` is run as the worker."""
+        """`module` is run as the worker process."""
         self.table = table
         self.changed = asyncio.Event()
         self.metrics = metrics
@@ -109,8 +109,8 @@ class CriticHost:
         values = np.split(answer.blocks[0][:, 0], ends[:-1])
         return values, answer.blocks[1] if len(answer.blocks) > 1 else None
 
-    async def learn(self, lesson: Lesson, request: Request) -> dict[str, float]:
-        """`value/loss` and the other metrics of the update; `updates` are those up to this one."""
+    async def learn(self, lesson: TrainingRows, request: Request) -> dict[str, float]:
+        """`value/loss` and the other metrics of the update; `updates` includes this one."""
         self._check(lesson.tokens)
         lengths = [len(row) for row in lesson.tokens]
         frame = frames.Learn(
@@ -128,7 +128,7 @@ class CriticHost:
         return saved
 
     async def load(self, name: str, request: Request) -> None:
-        """Go back to a save: also what brings a critic into service again that has lost updates."""
+        """Load a save; this also makes a critic available again that has lost updates."""
         await self._call(frames.Keep(0, name), request, 1, lost_too=True)
         self.lost = 0
         self._log("loaded", save=name, updates=self.state.updates)
@@ -152,17 +152,17 @@ class CriticHost:
                 async with asyncio.timeout(request.deadline - time.monotonic()):
                     return await call.future
             except TimeoutError:
-                raise HttpError(504, "deadline", f"the deadline passed, {self._under_way(frame)}") from None
+                raise HttpError(504, "deadline", f"the deadline expired, {self._under_way(frame)}") from None
             finally:
-                # An update that has been sent is made, whoever still waits for it: its id answers who comes again.
+                # An update that has been sent is made even if its caller disconnects: a retry is answered by its id.
                 if self._calls.pop(id, None) is not None and self.link.state == "ready":
                     self.link.send(frames.Cancel([id]))
 
     @staticmethod
     def _under_way(frame: frames.Frame) -> str:
         if isinstance(frame, frames.Learn):
-            return "and the update may yet be made: with the same update_id it can be asked for again"
-        return f"with {type(frame).__name__} waiting or under way"
+            return "but the update may still be made: retry with the same update_id"
+        return f"with {type(frame).__name__} queued or in progress"
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
         if self.facts is None:
@@ -170,7 +170,9 @@ class CriticHost:
         for at, row in enumerate(rows):
             if len(row) > self.facts.positions:
                 raise HttpError(
-                    400, "too_long", f"tokens[{at}] has {len(row)} tokens, the critic takes {self.facts.positions}"
+                    400,
+                    "too_long",
+                    f"tokens[{at}] has {len(row)} tokens; the limit of the critic is {self.facts.positions}",
                 )
             wrong = next((t for t in (min(row), max(row)) if not 0 <= t < self.facts.vocabulary), None)
             if wrong is not None:
@@ -199,12 +201,12 @@ class CriticHost:
         lost = self.state.updates - self.state.saved
         if lost:
             self.lost = lost
-        if self.facts is not None:  # from here on what is on disk is what there is
+        if self.facts is not None:  # from now on only the state on disk counts
             self.link.table["start"] = self.state.save or ""
         self.state = State(self.state.saved, self.state.save, self.state.saved)
         for id, call in list(self._calls.items()):
             what = "the update was not made" if call.trains else "nothing was computed"
-            self._fail(id, HttpError(503, "worker_died", f"the critic's worker died: {what}", retry_after=1))
+            self._fail(id, HttpError(503, "worker_died", f"the critic's worker crashed: {what}", retry_after=1))
         self.metrics.restarts.labels(NAME).inc()
         return False
 
@@ -227,8 +229,8 @@ class CriticHost:
     def _lost_reason(self) -> str:
         where = "the model it was started with" if self.state.save is None else f"save {self.state.save!r}"
         return (
-            f"the critic's worker died, and {self.lost} updates that were not saved are gone with it: go back to a "
-            f"save (POST /v1/critic/load), or start the server again to go on from {where}"
+            f"the critic's worker crashed, and {self.lost} unsaved updates are lost: load a "
+            f"save (POST /v1/critic/load), or restart the server to continue from {where}"
         )
 
     # The server
@@ -239,7 +241,7 @@ class CriticHost:
         if self.link.state != "ready" or self.facts is None:
             return [f"{NAME}: {self.link.public_reason}"]
         if self.link.silent_for() > SILENCE_SECONDS:
-            return [f"{NAME}: its worker has been silent for {self.link.silent_for():.0f} s"]
+            return [f"{NAME}: its worker has sent nothing for {self.link.silent_for():.0f} s"]
         return [self._lost_reason()] if self.lost else []
 
     def describe(self) -> list[dict[str, Any]]:
@@ -256,12 +258,12 @@ class CriticHost:
     def failed(self) -> list[str]:
         return [f"{NAME}: {self.link.reason}"] if self.link.state == "failed" else []
 
-    def hopeful(self) -> bool:
+    def recoverable(self) -> bool:
         return self.link.state != "failed"
 
     def tick(self) -> None:
         if self.link.state == "ready" and self.link.silent_for() > KILL_SECONDS:
-            self.link.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
+            self.link.kill(f"its worker sent no heartbeat for {KILL_SECONDS:g} s")
 
     def kill(self) -> None:
         self.link.kill()

@@ -18,7 +18,7 @@ from plaudit.serve.protocols.triton import wire as triton
 from plaudit.serve.protocols.triton.routes import packed
 from plaudit.serve.protocols.triton.wire import Infer, Signature
 
-READING, WRITING = "triton", "critic-train"  # by these names --allow-open means them
+READING, WRITING = "triton", "critic-train"  # the names for --allow-open
 PROTOCOLS = (READING, WRITING)
 
 Outcome = tuple[dict[str, np.ndarray], dict[str, Any]]
@@ -26,7 +26,7 @@ Compute = Callable[[Infer, Request], Awaitable[Outcome]]
 
 
 class CriticRoutes:
-    """guarded  whether what changes the critic needs the admin key"""
+    """guarded  whether routes that change the critic need the admin key"""
 
     def __init__(self, host: CriticHost, *, guarded: bool) -> None:
         self.host = host
@@ -41,14 +41,14 @@ class CriticRoutes:
 
     def routes(self) -> Routes:
         routes = [
-            Route("GET", "/v1/critic", "key", self.state, summary="What the critic is and has learned"),
+            Route("GET", "/v1/critic", "key", self.state, summary="The critic's model and training state"),
             Route(
-                "POST", "/v1/critic/load", self._changing, self.load, WRITING, True, "Go back to a save",
+                "POST", "/v1/critic/load", self._changing, self.load, WRITING, True, "Load a save",
                 critic.write_error,
             ),
             Route("GET", "/health/live", "open", self.live, summary="The process answers"),
-            Route("GET", "/health/ready", "open", self.ready, summary="The critic computes"),
-            Route("GET", "/health", "open", self.ready, summary="The same, where other systems look for it"),
+            Route("GET", "/health/ready", "open", self.ready, summary="The critic is ready"),
+            Route("GET", "/health", "open", self.ready, summary="The same, at the path other systems expect"),
             Route("GET", "/metrics", "metrics", self.metrics, summary="Prometheus metrics"),
             self._route("GET", "/v2", self.server, "key"),
             self._route("GET", "/v2/health/live", self.live, "open"),
@@ -94,7 +94,7 @@ class CriticRoutes:
         return outputs, {}
 
     async def train(self, infer: Infer, request: Request) -> Outcome:
-        metrics = await self.host.learn(critic.read_lesson(infer), request)
+        metrics = await self.host.learn(critic.read_training_rows(infer), request)
         return {"loss_mean": np.array([metrics["value/loss"]], dtype=np.float32)}, metrics
 
     async def save(self, infer: Infer, request: Request) -> Outcome:

@@ -1,4 +1,5 @@
-"""`plaudit critic`: a critic that trains, behind NeMo-Aligner's protocol. This process listens; its worker computes."""
+"""`plaudit critic`: a critic that is trained with NeMo-Aligner's protocol. This process listens; its worker
+computes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WORKER = "plaudit.critic.worker"
 def critic_table(
     config: Path | None = None, api_keys: Sequence[str] = (), allow_open: str | None = None, **flags: Any
 ) -> CriticServerTable:
-    """Flags win over the file; those that are None were not given."""
+    """Flags override the file; None for those not given."""
     tree: dict[str, Any] = {} if config is None else read_toml(config, "critic configuration")
     tree |= {key: str(v) if isinstance(v, Path) else v for key, v in flags.items() if v is not None}
     if api_keys:
@@ -35,19 +36,19 @@ def critic_table(
 
 
 def serve_critic(table: CriticServerTable) -> int:
-    """Serve until a signal, or until the critic cannot be had any more; the exit code."""
+    """Serves until a signal, or until the critic has failed permanently; returns the exit code."""
     for name in table.allow_open:
         if name not in PROTOCOLS:
             raise ConfigError(f"allow_open names {name!r}; {nearest(name, PROTOCOLS)}")
     if not table.resume and any(Path(table.save_dir).glob("step-*")):
         raise ConfigError(
-            f"{table.save_dir} already holds saves of a critic: --resume goes on from the newest, --save-dir names "
+            f"{table.save_dir} already has saves of a critic: --resume continues from the newest, --save-dir sets "
             "another directory"
         )
 
     def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         host = CriticHost(table, WORKER, admission, metrics, log)
-        # On this machine alone, or where somebody said so, whoever may ask may also teach.
+        # On a loopback address, or if configured so, every caller may also train.
         trusted = WRITING in table.allow_open or (
             table.private and table.admin_key is None and table.api_key_file is None
         )

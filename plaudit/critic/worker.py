@@ -1,7 +1,7 @@
-"""The process that runs and trains a critic: `python -m plaudit.critic.worker FD`, started by `serve/workers/link.py`.
+"""The worker process of a critic: `python -m plaudit.critic.worker FD`, started by `serve/workers/link.py`.
 
-One call after the other, in the order in which they came. An update is made whole or not at all; what it answered is
-remembered under its id, so that the same update asked for again is answered and not made again.
+It handles one call after the other, in order. An update is made completely or not at all; its answer is stored under
+its id, so that a retried update is answered without being made again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.rl_models import without_dropout
 from plaudit.train.run.checkpoint import Checkpoint, Checkpoints
 
-REMEMBERED = 64  # updates whose answers are kept
-DIGEST = "critic"  # its weights change: what they are at the moment names nothing
+REMEMBERED = 64  # updates whose answers are stored
+DIGEST = "critic"  # its weights change, so a hash of them would not identify it
 
 
 class _Refusal(Exception):
-    """`type` is one of those that `critic/host.py` knows."""
+    """An error whose `type` is known to `critic/host.py`."""
 
     def __init__(self, type: str, message: str) -> None:
         super().__init__(message)
@@ -59,10 +59,10 @@ class Reply:
 
 
 class ServedCritic:
-    """A critic with its optimizer, its count of updates and its saves."""
+    """A critic with its optimizer, its number of updates and its saves."""
 
     def __init__(self, table: CriticServerTable, start: str | None = None) -> None:
-        """`start` is the save to begin with, "" for none; None: as the table says."""
+        """`start` is the save to load, "" for none; None: as set in the table."""
         self.table = table
         self.saves = Checkpoints(Path(table.save_dir), table.keep)
         self.answered: OrderedDict[str, dict[str, float]] = OrderedDict()
@@ -87,7 +87,7 @@ class ServedCritic:
         return CriticInfo(config.vocab_size, longest_sequence(config), count, self.reward is not None)
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
-        """From a save, or from the model of the table. Nothing of this critic changes if that cannot be loaded."""
+        """Loads a save, or the model of the table. If that fails nothing of this critic changes."""
         table = self.table
         source = resolve(table.model) if checkpoint is None else checkpoint.model
         fresh = kind_of(source) != "value"
@@ -95,7 +95,7 @@ class ServedCritic:
         model = loaded.module
         assert isinstance(model, ValueModel)
         if fresh:
-            nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
+            nn.init.zeros_(model.score.weight)  # an untrained critic predicts 0
         without_dropout(model)
         optimizer = Optimizer(model, table.optimizer())
         updates = 0
@@ -121,20 +121,18 @@ class ServedCritic:
         parts = [torch.cat([b, a[None]]) for b, a in zip(before.tensor_split(ends[:-1]), after, strict=True)]
         values = torch.cat(parts).numpy()
         if not np.isfinite(values).all():
-            raise _Refusal(
-                "nonfinite_value", "the critic gave a value that is no finite number: its weights are damaged"
-            )
+            raise _Refusal("nonfinite_value", "the critic returned a value that is not finite: its weights are damaged")
         return Reply([values[:, None], *self._rewards(rows)], msgspec.json.encode(lengths).decode())
 
     def _tokenised(self, call: frames.Evaluate) -> list[list[int]]:
-        """Without begin and end token, as the original reads them."""
+        """Tokenises without BOS and EOS, as the original does."""
         limit, end = self.facts().positions, self.tokenizer.eos_token_id
         rows: list[list[int]] = []
         for at, text in enumerate(call.texts or ()):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             ids = [*ids, end] if call.add_end and end is not None else ids
             if not 1 <= len(ids) <= limit:
-                raise _Refusal("refused", f"sentences[{at}] has {len(ids)} tokens, the critic takes 1 to {limit}")
+                raise _Refusal("refused", f"sentences[{at}] has {len(ids)} tokens; expected 1 to {limit}")
             rows.append(ids)
         return rows
 
@@ -155,8 +153,9 @@ class ServedCritic:
             return Reply([], msgspec.json.encode(self.answered[call.update_id]).decode())
         if call.updates is not None and call.updates != self.updates:
             raise _Refusal(
-                "conflict", f"this critic has {self.updates} updates and the caller knows of {call.updates}: somebody "
-                "else trains it, or it went back to a save",
+                "conflict", f"this critic has {self.updates} updates but the caller expects {call.updates}: another "
+                "client "
+                "trains it, or a save was loaded",
             )  # fmt: skip
         experience = _experience(call)
         size = self.table.batch or len(experience.samples)
@@ -167,8 +166,9 @@ class ServedCritic:
                 tally = self.critic.update(experience.select(part) if len(parts) > 1 else experience, self.updates)
             except NotFinite:
                 raise _Refusal(
-                    "not_finite", f"the gradient of update {number} of {len(parts)} is not finite: it was not made, "
-                    f"the weights are as they were before it; lower lr (now {self.table.lr:g}) or look at the returns",
+                    "not_finite", f"the gradient of update {number} of {len(parts)} is not finite, so it was skipped "
+                    "and "
+                    f"the weights are unchanged; lower lr (now {self.table.lr:g}) or check the returns",
                 ) from None  # fmt: skip
             self.updates += 1
             for name, value in tally.metrics().items():
@@ -202,7 +202,7 @@ class ServedCritic:
         self.save_name, self.saved = path.name, self.updates
 
     def _scrubbed(self, error: Exception) -> str:
-        """Without the server's own paths."""
+        """The message without the server's private paths."""
         return one_line(error).replace(f"{self.saves.directory}/", "").replace(str(self.saves.directory), "save_dir")
 
 
@@ -210,18 +210,18 @@ def _reward(table: CriticServerTable, vocabulary: int) -> ModelReward:
     assert table.reward is not None
     reward = load_reward(complete({"path": table.reward, "dtype": table.dtype, "device": table.device}, "reward"))
     if not isinstance(reward, ModelReward) or not isinstance(reward.reading, OutcomeReading):
-        raise ModelError(f"{table.reward} is no outcome model: give one whose score is a single number")
+        raise ModelError(f"{table.reward} is not an outcome model; expected one whose score is a single number")
     reward_vocabulary = len(reward.reading.intake.tokenizer)
     if reward_vocabulary != vocabulary:
         raise ModelError(
-            f"{table.reward} has a vocabulary of {reward_vocabulary} tokens and {table.model} one of {vocabulary}: "
-            "both read the same tokens, so they must be the same"
+            f"{table.reward} has a vocabulary of {reward_vocabulary} tokens but {table.model} one of {vocabulary}: "
+            "both read the same tokens, so the vocabularies must be equal"
         )
     return reward
 
 
 def _sample(row: list[int], prompt: int) -> Sample:
-    """A row as the trainer has it: what stands before the first token that counts is its prompt."""
+    """A row in the trainer's form: the tokens before the first one that counts are its prompt."""
     rest = tuple(row[prompt:])
     none, ones = (0.0,) * len(rest), (1,) * len(rest)
     return Sample(tuple(row[:prompt]), rest, "", none, none, (0,) * len(rest), ones, "stop")
@@ -261,13 +261,13 @@ class CriticWorker(SocketWorker[frames.Frame]):
             case frames.Evaluate() | frames.Learn() | frames.Keep():
                 self._waiting.append(frame)
             case frames.Cancel():
-                # Values that nobody waits for; an update was promised.
+                # Values of a cancelled call are skipped; an update is always made.
                 gone = set(frame.ids)
                 self._waiting = deque(
                     f for f in self._waiting if f.id not in gone or not isinstance(f, frames.Evaluate)
                 )
             case _:
-                raise ValueError(f"a critic's worker takes no {type(frame).__name__}")
+                raise ValueError(f"unexpected frame {type(frame).__name__} for a critic's worker")
 
     def _answer(self, call: frames.Evaluate | frames.Learn | frames.Keep) -> None:
         self._answered += 1
@@ -283,9 +283,9 @@ class CriticWorker(SocketWorker[frames.Frame]):
             self._fail(call.id, refusal.type, str(refusal))
         except PlauditError as error:
             self._fail(call.id, "refused", str(error))
-        except RuntimeError as error:  # torch's own: out of memory above all. The weights are as they were
+        except RuntimeError as error:  # torch's errors, mostly out of memory. The weights are unchanged
             if any(sign in str(error) for sign in BROKEN_DEVICE) and not isinstance(error, torch.OutOfMemoryError):
-                os._exit(3)  # nothing computed on this device after this would be worth anything
+                os._exit(3)  # nothing computed on this device from now on can be trusted
             self._fail(call.id, "compute_failed", one_line(error))
         else:
             self._send(call.id, reply.blocks, [], [(call.id, reply.text)])

@@ -1,1 +1,1 @@
-"""`plaudit doctor`: whether this machine, or all machines of a job, can run Plaudit; each finding with its cure."""
+"""`plaudit doctor`: checks whether this machine, or all machines of a job, can run Plaudit; each finding has a fix."""

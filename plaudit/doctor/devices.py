@@ -1,4 +1,4 @@
-"""What torch computes on here: a product on the CPU and on every GPU, against the same in double precision."""
+"""Checks torch's devices: a matrix product on the CPU and on every GPU, compared with double precision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ SIZE, TOLERANCE = 256, 1e-3  # relative; TF32 has ten bits
 def devices() -> Iterator[Finding]:
     detail = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
     if _product_is_right("cpu"):
-        yield ok("devices", f"{detail}, products on the CPU are right")
+        yield ok("devices", f"{detail}, matrix products on the CPU are correct")
     else:
-        yield failed("devices", f"{detail}: a product on the CPU is wrong", "install torch anew, or test the memory")
+        yield failed(
+            "devices", f"{detail}: a matrix product on the CPU is wrong", "reinstall torch, or test the memory"
+        )
     gpus = gpus_here()
     if not gpus.there and any(Path(driver).exists() for driver in DRIVERS):
         why = f"this torch is built for CUDA {gpus.cuda}" if gpus.cuda else "this torch is built without CUDA"
-        cure = "install torch for your CUDA (pytorch.org), or a newer driver; nvidia-smi shows what there is"
-        yield failed("devices", f"there is an NVIDIA driver, and torch sees no GPU: {why}", cure)
+        cure = "install torch for your CUDA (pytorch.org), or a newer driver; nvidia-smi shows the GPUs"
+        yield failed("devices", f"there is an NVIDIA driver, but torch sees no GPU: {why}", cure)
     elif not gpus.there:
         yield ok("devices", "no GPU: everything runs on the CPU")
     for index in range(len(gpus.there)):
@@ -39,17 +41,19 @@ def _gpu(index: int) -> Finding:
         right = _product_is_right(device)
         free, whole = torch.cuda.mem_get_info(index)
     except ConfigError as error:
-        return failed("devices", str(error), "set CUDA_VISIBLE_DEVICES to others")
+        return failed("devices", str(error), "set CUDA_VISIBLE_DEVICES to other devices")
     except RuntimeError as error:
         return failed("devices", f"{device} ({gpu.name}): {str(error).splitlines()[0]}", "nvidia-smi shows its state")
     detail = f"{device} ({gpu.name}), {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if not right:
         return failed(
-            "devices", f"{detail}: a product is wrong", "leave it out with CUDA_VISIBLE_DEVICES, and have it seen to"
+            "devices",
+            f"{detail}: a matrix product is wrong",
+            "exclude it with CUDA_VISIBLE_DEVICES, and have it repaired",
         )
     if free < whole / 2:
-        return warning("devices", detail, "another process holds the rest: nvidia-smi names it")
-    return ok("devices", f"{detail}, products are right")
+        return warning("devices", detail, "another process uses the rest: nvidia-smi shows it")
+    return ok("devices", f"{detail}, matrix products are correct")
 
 
 def _product_is_right(device: str) -> bool:

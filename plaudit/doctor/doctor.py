@@ -1,4 +1,4 @@
-"""Runs the checks, each in processes of its own and with a deadline, and says what they found."""
+"""Runs the checks, each in separate processes with a deadline, and reports their findings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from plaudit.errors import ConfigError, nearest
 
 CHECKS = ("versions", "memory", "disk", "ports", "clock", "devices", "ranks")
 STORE, SECONDS, LOCAL = "PLAUDIT_DOCTOR_STORE", "PLAUDIT_DOCTOR_SECONDS", "PLAUDIT_DOCTOR_FINDINGS"
-KILLED_SECONDS = 5.0  # a process that waits for a dead disk does not end even when killed
+KILLED_SECONDS = 5.0  # a process that waits for a dead disk does not exit even when killed
 
 
 @dataclass
 class Probe:
-    """A process that was started, and the files with what it says.
+    """A running check process, and the files with its output.
 
-    lines, why   what it had said when it ended or was ended: whole lines, and how it ended in a few words
+    lines, why   its complete output lines when it ended or was killed, and the reason in a few words
     """
 
     process: subprocess.Popen[bytes]
@@ -56,7 +56,7 @@ class Probe:
 
 
 def finish(probes: Sequence[Probe], seconds: float) -> None:
-    """Wait until all have ended; those that have not by the deadline are ended and marked."""
+    """Wait until all have exited; those still running at the deadline are killed and marked."""
     deadline = time.monotonic() + seconds
     for probe in probes:
         try:
@@ -73,13 +73,13 @@ def finish(probes: Sequence[Probe], seconds: float) -> None:
 
 
 def examine(names: Sequence[str], seconds: float) -> Iterator[Finding]:
-    """The findings of these checks (all, if none is named), in order, as they come."""
+    """The findings of these checks (all by default), in order, as they arrive."""
     for name in names:
         if name not in CHECKS:
-            raise ConfigError(f"no check {name!r}; {nearest(name, CHECKS)}")
+            raise ConfigError(f"unknown check {name!r}; {nearest(name, CHECKS)}")
     chosen = [name for name in CHECKS if not names or name in names]
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        chosen = [name for name in chosen if name == "ranks"]  # torchrun's first rank of a machine speaks for it
+        chosen = [name for name in chosen if name == "ranks"]  # torchrun's first rank of a machine checks the machine
     local: list[Finding] = []
     for finding in _local([name for name in chosen if name != "ranks"], seconds):
         local.append(finding)
@@ -93,7 +93,7 @@ def _local(names: Sequence[str], seconds: float) -> Iterator[Finding]:
     finish(list(quick.values()), seconds)
     for name, probe in quick.items():
         yield from _told(name, probe, seconds)
-    if "devices" in names:  # torch takes seconds to import: the others are told before
+    if "devices" in names:  # torch takes seconds to import: the other findings are reported before
         probe = Probe.start("plaudit.doctor.probe", "devices")
         finish([probe], seconds)
         yield from _told("devices", probe, seconds)
@@ -102,13 +102,13 @@ def _local(names: Sequence[str], seconds: float) -> Iterator[Finding]:
 def _told(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
     yield from (Finding.of(line) for line in probe.lines)
     if probe.late:
-        yield failed(name, f"no answer within {seconds:g} s", "look what hangs there, or give more time with --timeout")
+        yield failed(name, f"no answer within {seconds:g} s", "check what hangs there, or raise --timeout")
     elif probe.process.returncode:
         yield failed(name, f"the check itself failed: {probe.why}", "report this with `plaudit doctor --json`")
 
 
 def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
-    """Those of torchrun, of which this process is one; else as many as there are GPUs, and two at least."""
+    """Checks torchrun's ranks, of which this process is one; otherwise one rank per GPU, at least two."""
     settings = {SECONDS: str(seconds), LOCAL: json.dumps([asdict(each) for each in local])}
     with tempfile.TemporaryDirectory(prefix="plaudit-doctor-") as scratch:
         if "RANK" in os.environ:
@@ -127,20 +127,20 @@ def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
         stages = [each["stage"] for each in said]
         done = stages[-1:] == ["done"]
         if probe.late and not done:
-            cure = "let the machines reach each other (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or --timeout"
-            yield failed("ranks", f"rank {rank} was not through within {seconds:g} s: {_at(stages)}", cure)
+            cure = "check the machines' network (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or raise --timeout"
+            yield failed("ranks", f"rank {rank} did not finish within {seconds:g} s: {_at(stages)}", cure)
         elif probe.process.returncode and not done:
             yield failed(
-                "ranks", f"rank {rank} failed ({_at(stages)}): {probe.why}", "the other ranks' lines may say why"
+                "ranks", f"rank {rank} failed ({_at(stages)}): {probe.why}", "see the findings of the other ranks"
             )
 
 
 def _at(stages: Sequence[str]) -> str:
-    return f"its last word was {stages[-1]!r}" if stages else "it did not begin"
+    return f"its last stage was {stages[-1]!r}" if stages else "it did not start"
 
 
 def _gpus() -> int:
-    """GPUs that a rank may take, without torch: by what the driver shows, less what CUDA_VISIBLE_DEVICES hides."""
+    """The number of GPUs available to ranks, without torch: from the driver and CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     return there if visible is None else min(there, len([each for each in visible.split(",") if each]))

@@ -1,6 +1,6 @@
-"""What a check found: fine, worth a look, or in the way; with the cure where it is not fine.
+"""The finding of a check: ok, a warning, or a failure; with a fix unless it is ok.
 
-Nothing but Python's own library here: packages that miss are what a check may find.
+Uses only the standard library, because a check may find that packages are missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Status = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """host  the other machine that it is about; none for this one"""
+    """host  the other machine that it is about; empty for this one"""
 
     check: str
     status: Status

@@ -21,7 +21,7 @@ from plaudit.doctor.finding import Finding, failed, ok, warning
 PYTHONS = ((3, 11), (3, 12))
 LEAST_MEMORY, LEAST_DISK = 2 * 2**30, 5 * 2**30
 SERVE_PORT, TORCHRUN_PORT = 5555, 29500
-CLOCK_SECONDS = 2.0  # between this machine and a file server: more confuses what is newer
+CLOCK_SECONDS = 2.0  # between this machine and a file server: a larger difference breaks comparisons of file times
 BLOCK = os.urandom(2**20)
 
 
@@ -31,13 +31,13 @@ def versions() -> Iterator[Finding]:
         yield ok("versions", detail)
     else:
         named = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield failed("versions", detail, f"make an environment with Python {named}")
+        yield failed("versions", detail, f"create an environment with Python {named}")
     if sys.platform != "linux":
-        yield warning("versions", f"{platform.system()} is not Linux", "docs/platforms.md says what runs here")
+        yield warning("versions", f"{platform.system()} is not Linux", "docs/platforms.md lists what runs here")
     try:
         yield from _packages(metadata.requires("plaudit") or [])
     except metadata.PackageNotFoundError:
-        yield warning("versions", "plaudit is used from its source and not installed", "pip install -e .")
+        yield warning("versions", "plaudit is run from its source without being installed", "pip install -e .")
         project = Path(__file__).parents[2] / "pyproject.toml"
         if project.is_file():
             yield from _packages(tomllib.loads(project.read_text())["project"]["dependencies"])
@@ -47,7 +47,9 @@ def _packages(texts: Sequence[str]) -> Iterator[Finding]:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield failed("versions", "packages are not compared: packaging is not installed", "pip install packaging")
+        yield failed(
+            "versions", "package versions cannot be checked: packaging is not installed", "pip install packaging"
+        )
         return
     requirements = [Requirement(text) for text in texts]
     needed = [each for each in requirements if each.marker is None or "extra" not in str(each.marker)]
@@ -77,18 +79,18 @@ def memory() -> Iterator[Finding]:
     free, why = _free_memory()
     detail = f"{cores} CPU core(s)" + ("" if free is None else f", {_size(free)} of memory free{why}")
     if free is not None and free < LEAST_MEMORY:
-        yield warning("memory", detail, f"end other programs: the smallest recipes need {_size(LEAST_MEMORY)}")
+        yield warning("memory", detail, f"close other programs: the smallest recipes need {_size(LEAST_MEMORY)}")
     else:
         yield ok("memory", detail)
 
 
 def _free_memory() -> tuple[int | None, str]:
-    """Bytes that this process may still take: of the machine, or of its control group where that has fewer."""
+    """Bytes of memory available to this process: of the machine, or of its control group if that has fewer."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return None, ""  # no Linux
+        return None, ""  # not Linux
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -96,11 +98,11 @@ def _free_memory() -> tuple[int | None, str]:
         return free, ""
     if limit == "max" or int(limit) - used >= free:
         return free, ""
-    return int(limit) - used, f" (of the {_size(int(limit))} that this container may have)"
+    return int(limit) - used, f" (of the {_size(int(limit))} that this container may use)"
 
 
 def disk() -> Iterator[Finding]:
-    """Where runs, temporary files and weights in shared memory go: bytes written there come back."""
+    """Checks the directories of runs, temporary files and shared memory: bytes written there can be read back."""
     named = {"this directory, for runs/": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     if Path("/dev/shm").is_dir():
         named["shared memory"] = Path("/dev/shm")
@@ -114,7 +116,7 @@ def disk() -> Iterator[Finding]:
             continue
         free = shutil.disk_usage(directory).free
         detail = f"{where}: written and read, {_size(free)} free"
-        # Shared memory holds one copy of the weights, which is small for small models.
+        # Shared memory has one copy of the weights, which is small for small models.
         if free < (LEAST_DISK if what != "shared memory" else 2**28):
             yield warning("disk", detail, "free some space: checkpoints and models are written there")
         else:
@@ -128,15 +130,15 @@ def _write_and_read(directory: Path) -> None:
         os.fsync(file.fileno())
         file.seek(0)
         if file.read() != BLOCK:
-            raise OSError(errno.EIO, "what was read is not what was written")
+            raise OSError(errno.EIO, "the data read differs from the data written")
 
 
 def _elsewhere(what: str) -> str:
     if what == "temporary files":
-        return "set TMPDIR to a directory that can be written"
+        return "set TMPDIR to a writable directory"
     if what == "shared memory":
-        return 'set placement.channel = "disk" for rollouts in processes of their own'
-    return "change to a directory that can be written, or give train --out"
+        return 'set placement.channel = "disk" for rollouts in separate processes'
+    return "change to a writable directory, or set train --out"
 
 
 def ports() -> Iterator[Finding]:
@@ -148,8 +150,11 @@ def ports() -> Iterator[Finding]:
         ):
             yield ok("ports", "connections on 127.0.0.1 work")
     except OSError as error:
-        yield failed("ports", f"no connection on 127.0.0.1: {error}", "look at the firewall and at `ip link show lo`")
-    uses = ((SERVE_PORT, "plaudit serve --port takes another"), (TORCHRUN_PORT, "torchrun --master-port takes another"))
+        yield failed("ports", f"no connection on 127.0.0.1: {error}", "check the firewall and `ip link show lo`")
+    uses = (
+        (SERVE_PORT, "set another with plaudit serve --port"),
+        (TORCHRUN_PORT, "set another with torchrun --master-port"),
+    )
     for port, cure in uses:
         if _is_taken(port):
             yield warning("ports", f"port {port} is in use", cure)
@@ -160,7 +165,7 @@ def ports() -> Iterator[Finding]:
         socket.getaddrinfo(name, None)
     except OSError:
         cure = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface of `ip link`"
-        yield warning("ports", f"this machine's name {name!r} has no address, and ranks are reached by it", cure)
+        yield warning("ports", f"this machine's name {name!r} has no address, but ranks connect to it", cure)
 
 
 def _is_taken(port: int) -> bool:
@@ -176,7 +181,9 @@ def clock() -> Iterator[Finding]:
     now = time.time()
     made = Path(__file__).stat().st_mtime
     if now + CLOCK_SECONDS < made:
-        yield failed("clock", f"it is {_date(now)} here, before this file was made ({_date(made)})", "set the clock")
+        yield failed(
+            "clock", f"the clock shows {_date(now)}, before this file was created ({_date(made)})", "set the clock"
+        )
         return
     try:
         with tempfile.NamedTemporaryFile(prefix=".plaudit-doctor-", dir=Path.cwd()) as file:
@@ -186,13 +193,15 @@ def clock() -> Iterator[Finding]:
             os.fsync(file.fileno())
             written, after = Path(file.name).stat().st_mtime, time.time()
     except OSError:
-        yield ok("clock", f"{_date(now)} (this directory cannot be written: not compared with its file server)")
+        yield ok("clock", f"{_date(now)} (not compared with the file server: this directory is not writable)")
         return
-    # What a file server stamps lies between the two, if its clock goes with ours.
+    # A file server's timestamp lies between the two if the clocks agree.
     off = max(before - written, written - after, 0.0)
     if off > CLOCK_SECONDS:
         yield warning(
-            "clock", f"the file server of this directory is {off:.0f} s away", "synchronise both (chrony, NTP)"
+            "clock",
+            f"the clock of this directory's file server differs by {off:.0f} s",
+            "synchronise both (chrony, NTP)",
         )
     else:
         yield ok("clock", f"{_date(now)}, and files of this directory agree")
@@ -203,7 +212,7 @@ def _date(seconds: float) -> str:
 
 
 def _shown(directory: Path) -> str:
-    """Without the user's name: reports are shown to others."""
+    """The path without the user's name, because reports are shared."""
     home = Path.home()
     return f"~/{directory.relative_to(home)}" if directory.is_relative_to(home) else str(directory)
 

@@ -1,6 +1,6 @@
-"""One check in a process of its own: `python -m plaudit.doctor.probe disk` prints its findings as JSON lines.
+"""Runs one check in a separate process: `python -m plaudit.doctor.probe disk` prints its findings as JSON lines.
 
-Its own, so that a check that hangs (a file server, a driver) can be given up at its deadline.
+A separate process, so that a check that hangs (a file server, a driver) can be abandoned at its deadline.
 """
 
 from __future__ import annotations

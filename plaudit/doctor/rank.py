@@ -1,6 +1,6 @@
-"""One rank of `plaudit doctor`: joins the others and exchanges with each of them, by gloo and on GPUs by NCCL.
+"""One rank of `plaudit doctor`: connects to the others and exchanges data with each, over gloo and on GPUs over NCCL.
 
-`python -m plaudit.doctor.rank` says on stdout how far it is, a JSON line each, and last what was found: rank 0 for all.
+`python -m plaudit.doctor.rank` prints its progress on stdout as JSON lines, and finally the findings: rank 0 for all.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from plaudit.doctor.doctor import LOCAL, SECONDS, STORE
 from plaudit.doctor.finding import Finding, failed, ok, warning
 from plaudit.train.run.ranks import Group
 
-BUFFER = 2**20  # bytes that go to a peer and back
+BUFFER = 2**20  # bytes sent to a peer and back
 REPEATS = 3
 CLOCK_SECONDS = 1.0
 
 Rates = list[tuple[int, int, float]]
-"""Of every pair (i, j), i < j: bytes a second; 0 where what came back was not what was sent."""
+"""For every pair (i, j), i < j: bytes per second; 0 if the data returned differs from the data sent."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     limit = timedelta(seconds=float(os.environ[SECONDS]))
     store = os.environ.get(STORE)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun's own store where it has started us; a file where `plaudit doctor` has.
+    # torchrun's store if started by it; otherwise a file of `plaudit doctor`.
     dist.init_process_group("gloo", f"file://{store}" if store else "env://", limit, world, rank)
     _say(stage="joined the others")
     everyone = Group(rank, world, None)
@@ -53,7 +53,7 @@ def _say(**what: Any) -> None:
 
 
 def _compare(everyone: Group) -> Iterator[Finding]:
-    """What the ranks say of themselves, and their clocks."""
+    """Compares the ranks' versions and their clocks."""
     local = [Finding(**each) for each in json.loads(os.environ.get(LOCAL, "[]"))]
     versions = f"plaudit {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     answers = everyone.gather_values((socket.gethostname(), versions, local), tuple[str, str, list[Finding]])
@@ -71,7 +71,7 @@ def _compare(everyone: Group) -> Iterator[Finding]:
 
 
 def _clock_offsets(everyone: Group) -> list[float]:
-    """Seconds that each clock is ahead of rank 0's, from the quickest of a few questions."""
+    """Seconds that each clock is ahead of rank 0's, from the fastest of a few round trips."""
     offsets = [0.0] * everyone.size
     for other in range(1, everyone.size):
         tries = []
@@ -116,7 +116,7 @@ def _links(everyone: Group, limit: timedelta) -> Iterator[Finding]:
 
 
 def _measured(everyone: Group, pairs: Sequence[tuple[int, int]], device: str, group: Any) -> Rates:
-    """The rates of the pairs that this rank begins."""
+    """The rates of the pairs that this rank starts."""
     rates: Rates = []
     for i, j in pairs:
         if everyone.index not in (i, j):
@@ -137,7 +137,7 @@ def _measured(everyone: Group, pairs: Sequence[tuple[int, int]], device: str, gr
 
 
 def _exchange(value: Tensor, other: int, *, first: bool, group: Any = None) -> Tensor:
-    """`value` goes to the other rank, which sends back what it got: the first to send gets that."""
+    """Sends `value` to the other rank, which returns what it received; returns that on the first rank."""
     back = torch.zeros_like(value)
     if first:
         dist.send(value, other, group)
@@ -154,17 +154,18 @@ def _judged(check: str, everyone: Group, mine: Rates, hosts: Sequence[str], of: 
 
 
 def judged(check: str, rates: Rates, hosts: Sequence[str], ranks: int) -> Iterator[Finding]:
-    """What the rates of all pairs say: each link against those of its kind, within a machine or between two."""
+    """Findings from the rates of all pairs: each link is compared with those of its kind, within or between
+    machines."""
     where = f"{ranks} rank(s) on {len(set(hosts))} machine(s)"
     if not rates:
-        yield ok(check, f"{where}: no other to exchange with")
+        yield ok(check, f"{where}: no other rank to exchange data with")
         return
-    interface = f"set {'NCCL' if check == 'nccl' else 'GLOO'}_SOCKET_IFNAME to the fast interface, or look at the cable"
+    interface = f"set {'NCCL' if check == 'nccl' else 'GLOO'}_SOCKET_IFNAME to the fast interface, or check the cable"
     for i, j, rate in rates:
         link = f"between rank {i} on {hosts[i]} and rank {j} on {hosts[j]}"
         peers = [each for a, b, each in rates if (hosts[a] == hosts[b]) == (hosts[i] == hosts[j])]
         if rate == 0:
-            yield failed(check, f"{link} bytes are changed on the way", "look at network cards and memory")
+            yield failed(check, f"{link} corrupts data", "check network cards and memory")
         elif rate < statistics.median(peers) / 2:
             yield warning(
                 check, f"{link} {_rate(rate)}, under half of {_rate(statistics.median(peers))} of others", interface

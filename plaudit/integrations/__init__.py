@@ -1,1 +1,1 @@
-"""What other trainers call to get rewards from `plaudit serve`, for those that take a function in place of a URL."""
+"""Reward functions for other trainers, which get rewards from `plaudit serve`, for trainers that take a function."""

@@ -1,13 +1,13 @@
-"""The connection of a training process to its reward servers, set up by the environment.
+"""The connection of a training process to its reward servers, configured by environment variables.
 
-    PLAUDIT_URL       the server's address; several, of the same model, with commas between them
-    PLAUDIT_MODEL     the model's name; the server's first if it is not set
-    PLAUDIT_API_KEY   the server's key
-    PLAUDIT_TRUNCATE  left or right: the side that may be cut off what is too long; without it that is an error
-    PLAUDIT_TIMEOUT   seconds that a reward may take, retries included; 300 if it is not set
+        PLAUDIT_URL       the server's address; several servers of the same model are separated by commas
+        PLAUDIT_MODEL     the model's name; default: the server's first
+        PLAUDIT_API_KEY   the server's API key
+        PLAUDIT_TRUNCATE  left or right: the side to truncate if too long; by default that is an error
+        PLAUDIT_TIMEOUT   seconds for a reward, including retries; default: 300
 
-Trainers call from threads, from event loops that come and go, and from forked workers; so the client has a thread of
-its own in each process, and lives as long as that.
+Trainers call from threads, from temporary event loops, and from forked workers; so the client has its own thread in
+each process, for the lifetime of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Side = Literal["left", "right"]
 
 
 class Connection:
-    """A client that is started by the first call, and again in a process that was forked since."""
+    """A client that is started by the first call, and again after a fork."""
 
     def __init__(
         self, urls: str | Sequence[str], model: str | None = None, api_key: str | None = None,
@@ -43,12 +43,12 @@ class Connection:
         self._process = 0
 
     def scores(self, items: Sequence[Item]) -> list[Score]:
-        """One for each, in order; those that the server could not score have an error. Raises ServerError if there is
-        no answer at all."""
+        """A score for each item, in order; those that the server could not score have an error. Raises ServerError if
+        there is no answer at all."""
         return cast(list[Score], self._start().score(items, truncate=self.truncate))
 
     async def scores_soon(self, items: Sequence[Item]) -> list[Score]:
-        """The same, without holding up the event loop; a call that is cancelled is withdrawn from the server."""
+        """The same without blocking the event loop; cancelling the call cancels the request."""
         return cast(list[Score], await asyncio.wrap_future(self._start().submit(items, truncate=self.truncate)))
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Connection:
 
 
 def values(scores: Sequence[Score], what: str) -> list[float]:
-    """For trainers that take a number or nothing: what has no score is an exception, for no number would be right."""
+    """For trainers that need a number: an item without a score raises an exception, as no number would be correct."""
     found: list[float] = []
     for place, score in enumerate(scores):
         if score.value is None:
@@ -81,7 +81,7 @@ _connections_lock = threading.Lock()
 
 
 def from_environment(url: str | None = None, model: str | None = None) -> Connection:
-    """The same one for the same settings. What is given here wins over the environment."""
+    """The connection for these settings, shared by equal settings. Arguments override the environment."""
     read = os.environ.get
     settings = (
         url or read("PLAUDIT_URL") or DEFAULT_URL, model or read("PLAUDIT_MODEL") or None,
@@ -95,7 +95,7 @@ def from_environment(url: str | None = None, model: str | None = None) -> Connec
 
 def _new(urls: str, model: str | None, api_key: str | None, truncate: str | None, timeout: str) -> Connection:
     if truncate not in (None, "left", "right"):
-        raise ConfigError(f"PLAUDIT_TRUNCATE is {truncate!r}; expected left or right, or leave it out")
+        raise ConfigError(f"PLAUDIT_TRUNCATE is {truncate!r}; expected left or right, or unset it")
     try:
         seconds = float(timeout)
     except ValueError:

@@ -1,14 +1,14 @@
-"""NeMo RL: an environment whose rewards come from a server, `plaudit_client.integrations.nemo_rl.RewardEnvironment`.
+"""NeMo RL: an environment with rewards from a server, `plaudit_client.integrations.nemo_rl.RewardEnvironment`.
 
-It imports nemo_rl, ray and torch, which NeMo RL's environments have; `register()` makes it known by a name. Its keys
+It imports nemo_rl, ray and torch, like NeMo RL's own environments; `register()` registers it under a name. Its keys
 are those of `env.NAME` in NeMo RL's configuration:
 
-    url, model  the server and its model; without them PLAUDIT_URL and PLAUDIT_MODEL (`connection.py` has the others)
-    prompts     what the processor of the data has made of prompts: `rendered`, text with a chat template's control
-                strings, as NeMo RL's own processors do; or `messages`, plain contents for the server's template
-    end         rendered: what follows a response, for NeMo RL strips the end token; `"<|im_end|>"` for instance
-    prompt_key  in place of `prompts`: where extra_env_info has the prompt, as text or messages
-    truth_key   where extra_env_info has the truth, for rules; ground_truth without it
+        url, model  the server and its model; by default PLAUDIT_URL and PLAUDIT_MODEL (others: `connection.py`)
+        prompts     the form of prompts after the data's processor: `rendered`, text with a chat template's control
+                    strings, as from NeMo RL's own processors; or `messages`, plain contents for the server's template
+        end         rendered: text appended to a response, because NeMo RL strips the EOS token; e.g. `"<|im_end|>"`
+        prompt_key  instead of `prompts`: the key of the prompt in extra_env_info, as text or messages
+        truth_key   the key of the truth in extra_env_info, for rules; default: ground_truth
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPTS = ("rendered", "messages")
 
 
 def register(name: str = "plaudit") -> None:
-    """Before NeMo RL builds its environments: `env.NAME` in its configuration is then this one."""
+    """Call before NeMo RL builds its environments: `env.NAME` in its configuration then selects this one."""
     place = f"{__name__}.RewardEnvironment"
     ACTOR_ENVIRONMENT_REGISTRY[place] = PY_EXECUTABLES.SYSTEM
     register_env(name, place)
@@ -40,8 +40,8 @@ def register(name: str = "plaudit") -> None:
 
 @ray.remote
 class RewardEnvironment(EnvironmentInterface):  # type: ignore[misc]
-    """One turn: the reward of each conversation's last answer ends its episode. What has no reward raises, for NeMo RL
-    would train on any number that came instead."""
+    """One turn: the reward of each conversation's last answer ends its episode. Raises if a reward is missing, because
+    NeMo RL would train on any number."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         _check(config)
@@ -51,7 +51,7 @@ class RewardEnvironment(EnvironmentInterface):  # type: ignore[misc]
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any] | None]
     ) -> Any:
-        """A coroutine: Ray runs many at a time, and the server puts what comes together into one batch."""
+        """A coroutine: Ray runs many concurrently, and the server batches concurrent requests."""
         items = [_item(self.config, log, about or {}) for log, about in zip(message_log_batch, metadata, strict=True)]
         rewards = values(await self.connection.scores_soon(items), "conversation")
         return EnvironmentReturn(
@@ -73,12 +73,12 @@ class RewardEnvironment(EnvironmentInterface):  # type: ignore[misc]
 
 def _check(config: Mapping[str, Any]) -> None:
     if unknown := sorted(set(config) - set(KEYS)):
-        raise ConfigError(f"the environment's configuration has {unknown[0]!r}; it takes {', '.join(KEYS)}")
+        raise ConfigError(f"the environment's configuration has {unknown[0]!r}; expected {', '.join(KEYS)}")
     prompts = config.get("prompts")
     if (prompts is None) == (config.get("prompt_key") is None) or prompts not in (None, *PROMPTS):
         raise ConfigError(
-            f"prompts is {prompts!r} and prompt_key {config.get('prompt_key')!r}; set one: prompts to rendered or "
-            "messages, which says what the data's processor makes, or prompt_key to a key of extra_env_info"
+            f"prompts is {prompts!r} and prompt_key is {config.get('prompt_key')!r}; set one: prompts to rendered or "
+            "messages, the form that the data's processor produces, or prompt_key to a key of extra_env_info"
         )
 
 
@@ -94,5 +94,6 @@ def _item(config: Mapping[str, Any], log: Sequence[Mapping[str, Any]], about: Ma
         return Item(text="".join(str(message["content"]) for message in log) + (config.get("end") or ""), truth=truth)
     plain = tuple({"role": message["role"], "content": message["content"]} for message in log)
     if len(plain) == 2 and plain[0]["role"] == "user" and plain[1]["role"] == "assistant":
-        return Item(prompt=plain[:1], response=str(plain[1]["content"]), truth=truth)  # so that rules can read it
+        # separated, so that rules can read it
+        return Item(prompt=plain[:1], response=str(plain[1]["content"]), truth=truth)
     return Item(messages=plain, truth=truth)

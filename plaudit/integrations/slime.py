@@ -1,7 +1,7 @@
 """slime: `--custom-rm-path plaudit.integrations.slime.custom_rm`, also with `--group-rm`.
 
-The server is the environment's; see `connection.py`. The route `/remote_rm` needs no Python (`--rm-type remote_rm`);
-this scores a group in one request, and adds a key, several servers and a deadline.
+The server is set in the environment; see `connection.py`. The route `/remote_rm` needs no Python (`--rm-type
+remote_rm`); this scores a group in one request, and adds an API key, several servers and a deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plaudit.records import Item
 
 
 async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
-    """A reward, or for a list of samples a list. Raises where there is none."""
+    """A reward, or a list for a list of samples. Raises if one is missing."""
     samples = sample if isinstance(sample, list) else [sample]
     rendered = _rendered()
     rewards = values(await from_environment().scores_soon([_item(s, rendered) for s in samples]), "sample")
@@ -23,7 +23,7 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
 
 
 def _rendered() -> bool:
-    """PLAUDIT_RENDERED=true: slime's --apply-chat-template has made prompts into text with control strings in it."""
+    """PLAUDIT_RENDERED=true: slime's --apply-chat-template has rendered prompts to text with control strings."""
     given = os.environ.get("PLAUDIT_RENDERED", "false")
     if given not in ("true", "false"):
         raise ConfigError(f"PLAUDIT_RENDERED is {given!r}; expected true or false")
@@ -37,5 +37,7 @@ def _item(sample: Any, rendered: bool) -> Item:
             return Item(text=prompt + sample.response, truth=sample.label)
         return Item(prompt=prompt, response=sample.response, truth=sample.label)
     if rendered:
-        raise ConfigError("PLAUDIT_RENDERED is true, and a prompt is a list of messages; leave one of them out")
+        raise ConfigError(
+            "PLAUDIT_RENDERED is true, but a prompt is a list of messages; unset it, or send rendered text"
+        )
     return Item(prompt=tuple(prompt), response=sample.response, truth=sample.label)

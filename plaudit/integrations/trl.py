@@ -23,12 +23,12 @@ _LOG = logging.getLogger("plaudit")
 
 class RemoteReward:
     """urls      one server, or several of the same model
-    model     its name; the server's first if left out
+    model     its name; default: the server's first
     truth     the dataset's column that rules compare with
-    truncate  the side that may be cut off what is too long; without it such a completion has no reward
-    failures  "none": a completion that cannot be scored gets None, which GRPOTrainer leaves out; "raise": an exception,
+    truncate  the side to truncate if too long; by default such a completion has no reward
+    failures  "none": a completion that cannot be scored gets None, which GRPOTrainer ignores; "raise": an exception,
               for trainers that would count None as 0
-    timeout   seconds that one step's rewards may take, retries included; then the training stops with an exception
+    timeout   seconds for the rewards of one step, including retries; then training stops with an exception
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RemoteReward:
     ) -> None:  # fmt: skip
         if failures not in ("none", "raise"):
             raise ConfigError(f"failures is {failures!r}; expected 'none' or 'raise'")
-        self.__name__ = f"plaudit_{model}" if model else "plaudit"  # TRL's metrics are called after it
+        self.__name__ = f"plaudit_{model}" if model else "plaudit"  # used in the names of TRL's metrics
         self.connection = Connection(urls, model, api_key, truncate, timeout)
         self.truth = truth
         self.failures = failures
@@ -51,7 +51,9 @@ class RemoteReward:
 
     def _items(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Mapping[str, Any]) -> list[Item]:
         if self.truth is not None and self.truth not in columns:
-            raise ConfigError(f"truth = {self.truth!r} is no column of the dataset; it has {sorted(columns)}")
+            raise ConfigError(
+                f"truth is {self.truth!r}, which is not a column of the dataset; it has {sorted(columns)}"
+            )
         truths = [None] * len(prompts) if self.truth is None else columns[self.truth]
         return [_item(*triple) for triple in zip(prompts, completions, truths, strict=True)]
 
@@ -68,7 +70,7 @@ class RemoteReward:
 
 
 class AsyncRemoteReward(RemoteReward):
-    """The same as a coroutine: TRL waits for several such rewards at once."""
+    """The same as a coroutine: TRL awaits several such rewards concurrently."""
 
     async def __call__(  # type: ignore[override]
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
@@ -80,9 +82,9 @@ def _item(prompt: Text, completion: Text, truth: Any) -> Item:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Item(prompt=prompt, response=completion, truth=truth)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise ConfigError("a prompt is text and its completion messages, or the other way round; TRL gives both alike")
+        raise ConfigError("prompt and completion must both be text or both be messages")
     if len(completion) == 1 and completion[0].get("role") == "assistant" and _is_text(completion[0]):
-        # Apart, so that the completions of one prompt travel as one group.
+        # Separated, so that the completions of one prompt are sent as one group.
         return Item(prompt=tuple(prompt), response=completion[0]["content"], truth=truth)
     return Item(messages=(*prompt, *completion), truth=truth)
 

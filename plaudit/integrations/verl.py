@@ -4,7 +4,7 @@
     reward.custom_reward_function.reward_kwargs.url=http://127.0.0.1:5555
     reward.custom_reward_function.reward_kwargs.model=sums
 
-What is not given there is taken from the environment; see `connection.py`.
+Settings not given there are taken from the environment; see `connection.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ async def compute_score(
     data_source: str, solution_str: str, ground_truth: Any = None, extra_info: Mapping[str, Any] | None = None, *,
     url: str | None = None, model: str | None = None, prompt_key: str = "prompt", **_: Any,
 ) -> float:  # fmt: skip
-    """verl does not hand its prompt on: `prompt_key` names where extra_info has it, as text or as messages. Raises
-    where there is no score: verl would train on any number that came instead."""
+    """verl does not pass on its prompt: `prompt_key` is its key in extra_info, as text or as messages. Raises if there
+    is no score, because verl would train on any number."""
     item = _item(solution_str, ground_truth, extra_info, prompt_key)
     return values(await from_environment(url, model).scores_soon([item]), f"solution of {data_source}")[0]
 
@@ -31,7 +31,7 @@ def compute_score_sync(
     data_source: str, solution_str: str, ground_truth: Any = None, extra_info: Mapping[str, Any] | None = None, *,
     url: str | None = None, model: str | None = None, prompt_key: str = "prompt", **_: Any,
 ) -> float:  # fmt: skip
-    """The same for reward managers that call and do not await."""
+    """The same for reward managers that do not await."""
     item = _item(solution_str, ground_truth, extra_info, prompt_key)
     return values(from_environment(url, model).scores([item]), f"solution of {data_source}")[0]
 
@@ -40,7 +40,7 @@ def _item(solution: str, truth: Any, extra_info: Mapping[str, Any] | None, promp
     prompt = (extra_info or {}).get(prompt_key)
     if prompt is None:
         raise ConfigError(
-            f"extra_info has no {prompt_key!r}, and a reward needs its prompt; write it there when making the data, or "
+            f"extra_info has no {prompt_key!r}, but a reward needs its prompt; add it when creating the data, or "
             f"set reward_kwargs.prompt_key to one of {sorted(extra_info or {})}"
         )
     given = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)

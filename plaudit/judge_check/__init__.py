@@ -1,1 +1,1 @@
-"""How far a judge or a reward model can be trusted: agreement with labels, biases, self-consistency."""
+"""Evaluates judges and reward models: agreement with labels, biases, self-consistency."""

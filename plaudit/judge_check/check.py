@@ -1,4 +1,4 @@
-"""Asks a judge about labelled data, every pair both ways, and as often as it is to be asked."""
+"""Queries a judge on labelled data, every pair in both orders, with repetitions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from plaudit.records import Item, ItemError
 Question = TypeVar("Question")
 SAMPLED_REPEATS = 3
 OnBatch = Callable[[int, int], None]
-"""Hears how many questions have been answered, and of how many."""
+"""Called with the number of answered questions and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """failed   rows without a verdict, by the type of error; they are in no figure
-    example  the message of the first
+    example  the message of the first one
     """
 
     figures: Figures
@@ -34,7 +34,7 @@ def check_judge(
     opened: OpenJudge, rows: Sequence[Pair] | Sequence[Labelled], *, repeats: int | None = None,
     threshold: float | None = None, batch: int = 256, on_batch: OnBatch = lambda done, of: None,
 ) -> CheckResult:  # fmt: skip
-    """`repeats` is how often each question is asked; None: three times if the judge samples, else once."""
+    """`repeats`: requests per question; None: three if the judge samples, otherwise one."""
     times = repeats or (SAMPLED_REPEATS if opened.sampled else 1)
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
@@ -42,10 +42,11 @@ def check_judge(
     labelled = [row for row in rows if isinstance(row, Labelled)]
     limit = opened.threshold if threshold is None else threshold
     if not isinstance(opened.judge, ScoringJudge):
-        raise ConfigError("this judge compares two responses: its data must be rows of {prompt, chosen, rejected}")
+        raise ConfigError("this judge compares two responses; expected rows of {prompt, chosen, rejected}")
     if limit is None:
         raise ConfigError(
-            "from which score on is a response good? give --threshold NUMBER, or pairs in place of labels"
+            "the score from which a response counts as good is unknown: set --threshold NUMBER, or use pairs "
+            "instead of labels"
         )
     return _check_rows(opened.judge, labelled, times, limit, batch, on_batch)
 
@@ -88,7 +89,7 @@ def _in_batches(
         part = questions[start : start + size]
         part_answers = ask(part)
         if len(part_answers) != len(part):
-            raise RuntimeError(f"the judge gave {len(part_answers)} answers to {len(part)} questions")
+            raise RuntimeError(f"the judge returned {len(part_answers)} answers to {len(part)} questions")
         answers += part_answers
         on_batch(len(answers), len(questions))
     return answers
@@ -97,7 +98,7 @@ def _in_batches(
 def _answered(
     answers: Sequence[float | ItemError], each: int
 ) -> tuple[list[tuple[int, list[float]]], Counter[str], str]:
-    """The rows that have all their answers, by number; of the others, why."""
+    """The rows with all answers, by number; for the others the error."""
     usable: list[tuple[int, list[float]]] = []
     failed: Counter[str] = Counter()
     example = ""

@@ -1,6 +1,6 @@
-"""What a judge's verdicts say of it. Pure arithmetic: margins and labels in, figures and warnings out.
+"""Computes figures and warnings from a judge's verdicts. Pure arithmetic on margins and labels.
 
-A warning needs both an effect worth naming and a chance below `UNLIKELY` of seeing it in a judge without that bias.
+A warning needs a relevant effect size and a probability below `UNLIKELY` of seeing it without that bias.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from plaudit.judge_check.statistics import (
 )
 
 UNLIKELY = 0.001
-OFTEN = 0.1  # of the verdicts: ties, or changes with the order or from one time to the next
+OFTEN = 0.1  # of the verdicts: ties, or changes with the order or between repetitions
 CORRELATED = 0.3
-ONE_SIDED = 0.95  # of the pairs: then the data cannot tell a preference for length from skill
+ONE_SIDED = 0.95  # of the pairs: above this the data cannot distinguish a length bias from skill
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedPair:
-    """What a judge said of one pair. Margins are above 0 where it prefers the side that was shown first.
+    """A judge's verdicts on one pair. Margins are above 0 where it prefers the side shown first.
 
-    longer          by how many characters the chosen response is the longer one
+    longer          how many characters the chosen response is longer than the rejected one
     chosen_first    a margin for each time the pair was shown with the chosen response first
-    rejected_first  the same pair, the other way round
+    rejected_first  the same with the rejected response first
     """
 
     longer: int
@@ -46,13 +46,13 @@ class JudgedPair:
 
     @property
     def for_chosen(self) -> list[float]:
-        """All margins as if the chosen response came first."""
+        """All margins as if the chosen response were shown first."""
         return [*self.chosen_first, *(-margin for margin in self.rejected_first)]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """What a judge gave one labelled response, each time it was scored."""
+    """A judge's scores of one labelled response, one for each repetition."""
 
     length: int
     label: bool
@@ -67,17 +67,17 @@ class JudgeWarning:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """accuracy          share of verdicts that are the label's; a tie is none
+    """accuracy          share of verdicts that equal the label; a tie does not
     kappa             agreement beyond chance
-    auc               labelled rows: the chance that a good response scores above a bad one
-    ties              share of verdicts that are a tie
+    auc               labelled rows: the probability that a good response scores above a bad one
+    ties              share of verdicts that are ties
     flips             share of verdicts that change with the order of the two sides
-    first_preferred   pairs: of those judged by place rather than content, how many for the first; [for it, all]
+    first_preferred   pairs: of those decided by position rather than content, the number for the first; [for it, all]
     longer_wins       share of wrong verdicts in which the longer side wins
     wrong_if_longer   share of wrong verdicts where the rejected response is the longer one
     wrong_if_shorter  ... where it is the shorter one
     length            correlation of the score with the length, beyond the label
-    consistency       the chance that the same question gets the same verdict twice
+    consistency       the probability that a repeated question gets the same verdict
     """
 
     rows: int
@@ -103,7 +103,7 @@ def pair_figures(pairs: Sequence[JudgedPair]) -> Figures:
         for label, margins in zip((1, -1), pair.showings, strict=True):
             labels += [label] * len(margins)
             verdicts += [_sign(margin) for margin in margins]
-    # For each pair: did it go by place? Above 0 for the first side, below for the second, 0 where it did not.
+    # For each pair: was it decided by position? Above 0 for the first side, below 0 for the second, 0 if not.
     places = [_sign(sum(_sign(margin) for both in pair.showings for margin in both)) for pair in pairs]
     wrong = [(pair, margin) for pair in pairs for margin in pair.for_chosen if margin < 0 and pair.longer]
     figures = Figures(
@@ -130,7 +130,7 @@ def pair_figures(pairs: Sequence[JudgedPair]) -> Figures:
 
 
 def row_figures(rows: Sequence[JudgedRow], threshold: float) -> Figures:
-    """Scores from `threshold` on say that a response is good."""
+    """A response counts as good from the score `threshold`."""
     verdicts = [[score >= threshold for score in row.scores] for row in rows]
     averages = [_average(row.scores) for row in rows]
     figures = Figures(
@@ -155,17 +155,17 @@ def row_figures(rows: Sequence[JudgedRow], threshold: float) -> Figures:
 def _agreement_warnings(figures: Figures) -> Iterator[JudgeWarning]:
     kappa = figures.kappa
     if kappa is None:
-        yield JudgeWarning(
-            "chance", "every verdict is the same, and so is every label: nothing can be said of agreement"
-        )
+        yield JudgeWarning("chance", "every verdict is the same, and so is every label: agreement cannot be measured")
     elif kappa.high < 0:
         yield JudgeWarning(
-            "reversed", f"agrees with the labels less than chance would (κ {kappa.value:.2f}): are the sides or the "
-            "scale the wrong way round?",
+            "reversed", f"agrees with the labels less than by chance (κ {kappa.value:.2f}): check whether the sides "
+            "or the "
+            "scale are reversed",
         )  # fmt: skip
     elif kappa.low <= 0:
         yield JudgeWarning(
-            "chance", f"cannot be told from chance by {figures.rows} rows: κ {kappa.value:.2f}, 95 % interval "
+            "chance", f"cannot be distinguished from chance with {figures.rows} rows: κ {kappa.value:.2f}, 95 % "
+            "interval "
             f"{kappa.low:.2f} to {kappa.high:.2f}",
         )  # fmt: skip
     if figures.ties is not None and figures.ties.low > OFTEN:
@@ -179,12 +179,12 @@ def _order_warnings(figures: Figures) -> Iterator[JudgeWarning]:
     if sign_test(firsts, judged_by_place - firsts) < UNLIKELY:
         side, count = ("first", firsts) if 2 * firsts > judged_by_place else ("second", judged_by_place - firsts)
         yield JudgeWarning(
-            "order", f"prefers the {side} side: of {judged_by_place} pairs that it judged by place, {count}; show "
-            "every pair both ways and count what agrees",
+            "order", f"prefers the {side} side: of {judged_by_place} pairs decided by position, {count}; show "
+            "every pair in both orders and use only consistent verdicts",
         )  # fmt: skip
     elif figures.flips.low > OFTEN:
         yield JudgeWarning(
-            "flips", f"{figures.flips.value:.0%} of its verdicts change when the two sides change places, without a "
+            "flips", f"{figures.flips.value:.0%} of its verdicts change when the two sides are swapped, without a "
             "preference for one of them: it guesses",
         )  # fmt: skip
 
@@ -215,8 +215,8 @@ def _consistency_warnings(figures: Figures) -> Iterator[JudgeWarning]:
     same = figures.consistency
     if same is not None and same.high < 1 - OFTEN:
         yield JudgeWarning(
-            "inconsistent", f"asked twice, it gives the same verdict in {same.value:.0%}: lower its temperature, or "
-            "take the majority of several answers",
+            "inconsistent", f"a repeated question gets the same verdict in {same.value:.0%}: lower its temperature, or "
+            "use the majority of several answers",
         )  # fmt: skip
 
 
@@ -225,25 +225,26 @@ def _notes(pairs: Sequence[JudgedPair]) -> Iterator[str]:
         part = _mean(_sign(pair.longer) == sign for pair in pairs)
         if part >= ONE_SIDED:
             yield (
-                f"the chosen response is the {name} one in {part:.0%} of the pairs: a judge that goes by length alone "
-                "would look like a good one here"
+                f"the chosen response is the {name} one in {part:.0%} of the pairs: a judge that only looks at length "
+                "would seem good on this data"
             )
 
 
 def _is_wrong(pair: JudgedPair) -> bool:
-    """By the majority of its verdicts; one half is not wrong, for a coin has no length bias."""
+    """By the majority of its verdicts; exactly half is not wrong, as a coin has no length bias."""
     return sum(map(_sign, pair.for_chosen)) < 0
 
 
 def _consistency(rows: Sequence[Sequence[Sequence[int]]]) -> Share | None:
-    """Of each row its questions, of each question its answers: the share of two answers to one question that agree."""
+    """For each row its questions, for each question its answers: the share of pairs of answers to a question that
+    agree."""
     if not rows or len(rows[0][0]) < 2:
         return None
     return share([_mean(a == b for answers in row for a, b in combinations(answers, 2)) for row in rows])
 
 
 def _within_labels(rows: Sequence[JudgedRow], scores: Sequence[float]) -> Correlation | None:
-    """Ranks among the rows of the same label: what the label explains is gone."""
+    """Ranks among rows with the same label, which removes what the label explains."""
     ranked_scores, ranked_lengths = [], []
     for label in (True, False):
         places = [place for place, row in enumerate(rows) if row.label is label]

@@ -1,4 +1,4 @@
-"""What is measured: a reward that scores responses one by one, or a model that compares two."""
+"""The judges that can be evaluated: a reward that scores single responses, or a model that compares two."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Shown = tuple[Item, Item]
 
 class PairJudge(Protocol):
     def margins(self, shown: Sequence[Shown]) -> list[float | ItemError]:
-        """How much better the first of each two is than the second: above 0 the verdict is the first, 0 is a tie."""
+        """The margin of the first over the second of each pair: above 0 for the first, 0 for a tie."""
 
 
 @dataclass(frozen=True)
 class ScoringJudge:
-    """Both responses of a showing are scored in one call and as one group, in the order they are shown."""
+    """Scores both responses of a pair in one call and as one group, in the order shown."""
 
     score: Scorer
 
@@ -72,8 +72,8 @@ class ComparingJudge:
 
 @dataclass(frozen=True)
 class OpenJudge:
-    """sampled    the same question may get another answer
-    threshold  scores from here on say that a response is good; None where the scale is not known
+    """sampled    repeated questions may get different answers
+    threshold  the score from which a response counts as good; None if the scale is unknown
     """
 
     judge: PairJudge
@@ -85,13 +85,14 @@ class OpenJudge:
 def open_judge(
     model: str | None, urls: Sequence[str] = (), api_key: str | None = None, wait: float = 0.0
 ) -> Iterator[OpenJudge]:
-    """Of a model's name or directory, of a TOML file with a reward's or a comparison's table, or of a server."""
+    """Opens a judge from a model's name or directory, a TOML file with a reward's or comparison's table, or a
+    server."""
     if urls:
         with open_client(model, urls, api_key, wait) as client:
             yield OpenJudge(ScoringJudge(lambda items: client.submit(items).result()))
         return
     if model is None:
-        raise ConfigError("no judge: give --model NAME, DIRECTORY or FILE.toml, or --url URL of a server")
+        raise ConfigError("the judge is missing: set --model NAME, DIRECTORY or FILE.toml, or --url URL of a server")
     tree = read_toml(Path(model), "reward table") if model.endswith(".toml") else {"path": model}
     if tree.get("kind") == "comparison":
         comparison = parse_comparison(tree, model)
@@ -124,7 +125,7 @@ def _value(result: Score | StepScores) -> float | ItemError:
     if result.error is not None:
         return result.error
     value = result.aggregate if isinstance(result, StepScores) else result.value
-    assert value is not None, "a result without an error has a value"
+    assert value is not None, "a result without an error must have a value"
     return value
 
 

@@ -1,4 +1,4 @@
-"""The labelled data that a judge is measured by: pairs, or single responses with a label."""
+"""The labelled data for evaluating a judge: pairs, or single responses with a label."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = ("prompt", "response", "chosen", "rejected", "label")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two responses to a prompt; people prefer `chosen`."""
+    """Two responses to a prompt; humans prefer `chosen`."""
 
     chosen: Item
     rejected: Item
@@ -30,13 +30,13 @@ class Labelled:
 
 
 def read_labelled(path: Path, limit: int | None = None) -> list[Pair] | list[Labelled]:
-    """All rows have one form: that of the first."""
+    """Reads the rows, which must all have the form of the first one."""
     rows = list(islice(stream_rows(path), limit))
     if rows[0].fields.get("chosen") is not None:
         return [_pair(row) for row in rows]
     labelled = [_labelled(row) for row in rows]
     if len({each.label for each in labelled}) < 2:
-        raise DataError(f"{path}: every label is {labelled[0].label}; agreement needs rows of both labels")
+        raise DataError(f"{path}: every label is {labelled[0].label}; expected rows of both labels")
     return labelled
 
 
@@ -44,16 +44,16 @@ def _pair(row: Row) -> Pair:
     chosen, rejected = row.text("chosen"), row.text("rejected")
     if chosen == rejected:
         raise DataError(
-            f"{row.origin}: chosen and rejected are the same text; no verdict on it can be right: remove it"
+            f"{row.origin}: chosen and rejected are the same text, so no verdict can be right; remove the row"
         )
     return Pair(_item(row, chosen), _item(row, rejected))
 
 
 def _labelled(row: Row) -> Labelled:
     label = row.fields.get("label")
-    if "chosen" in row.fields or label not in (0, 1):  # True and False are among them
+    if "chosen" in row.fields or label not in (0, 1):  # includes True and False
         columns = sorted(row.fields) if label is None else f"label = {label!r}"
-        raise DataError(f"{row.origin}: found {columns}; {FORMS}, one form in a file")
+        raise DataError(f"{row.origin}: found {columns}; {FORMS}, with one form per file")
     return Labelled(_item(row, row.text("response")), bool(label))
 
 
@@ -67,5 +67,5 @@ def _item(row: Row, response: str) -> Item:
 
 
 def text_length(item: Item) -> int:
-    """Characters of the response."""
+    """The number of characters of the response."""
     return len(str(item.response))

@@ -1,4 +1,4 @@
-"""The figures as a table for people, and as JSON."""
+"""Shows the figures as a table, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_json(result: CheckResult) -> dict[str, Any]:
 
 def show(result: CheckResult, console: Console) -> None:
     figures = result.figures
-    times = f", each question asked {figures.repeats} times" if figures.repeats > 1 else ""
+    times = f", {figures.repeats} requests per question" if figures.repeats > 1 else ""
     table = Table(title=f"{figures.rows} rows{times}", title_justify="left", box=None, pad_edge=False)
     for name in ("measure", "value", "95 % interval", "what it is"):
         table.add_column(name, justify="left" if name in ("measure", "what it is") else "right")
@@ -42,7 +42,7 @@ def show(result: CheckResult, console: Console) -> None:
 
 
 def _cells(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
-    yield "accuracy", *_percent(figures.accuracy), "verdicts that are the label's; a tie is not"
+    yield "accuracy", *_percent(figures.accuracy), "verdicts that equal the label; a tie does not"
     if figures.kappa is not None:
         agreement = figures.kappa
         yield (
@@ -56,10 +56,10 @@ def _cells(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
     if figures.ties is not None:
         yield "ties", *_percent(figures.ties), "both sides equally good"
     if figures.flips is not None:
-        yield "flips", *_percent(figures.flips), "verdicts that change when the sides change places"
+        yield "flips", *_percent(figures.flips), "verdicts that change when the sides are swapped"
     if figures.first_preferred is not None:
         firsts, judged = figures.first_preferred
-        yield "for the first side", f"{firsts} of {judged}", "", "pairs judged by place, whichever text was there"
+        yield "for the first side", f"{firsts} of {judged}", "", "pairs decided by position, whatever the text"
     if figures.longer_wins is not None:
         yield "longer side wins", *_percent(figures.longer_wins), "of the wrong verdicts"
     for name, rate in (("longer", figures.wrong_if_longer), ("shorter", figures.wrong_if_shorter)):

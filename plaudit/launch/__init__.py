@@ -1,1 +1,1 @@
-"""`plaudit launch`: what starts a recipe on a cluster. Imports no torch."""
+"""`plaudit launch`: writes jobs that start a recipe on a cluster. Imports no torch."""

@@ -1,4 +1,4 @@
-"""A Kubernetes manifest: an indexed Job with a pod for each machine, which find the first one by its name."""
+"""A Kubernetes manifest: an indexed Job with a pod for each machine; pods find the first one by its name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from plaudit.launch.job import Job, quoted
 
 RECIPE, WORK = "/etc/plaudit/recipe.toml", "/work"
 PORT = 29500
-RESTARTS = 3  # of each pod, before the job has failed
+RESTARTS = 3  # of each pod, before the job fails
 USER = 10001  # of deploy/Dockerfile
-LONGEST_NAME = 50  # of 63 characters: Kubernetes adds the pod's number
+LONGEST_NAME = 50  # of 63 characters: Kubernetes appends the pod's number
 
 
 def manifest(job: Job, *, image: str, storage: str) -> str:
     if posixpath.isabs(job.run):
         raise ConfigError(
-            f"--run {job.run} is on this machine: name one below {WORK}, the job's volume, such as runs/my"
+            f"--run {job.run} is a path of this machine: expected a path below {WORK}, the job's volume, such as "
+            "runs/my"
         )
     name = f"plaudit-{job.name}"
     if len(name) > LONGEST_NAME:
@@ -32,7 +33,7 @@ def manifest(job: Job, *, image: str, storage: str) -> str:
         "accessModes": ["ReadWriteMany" if job.machines > 1 else "ReadWriteOnce"],
         "resources": {"requests": {"storage": storage}},
     }
-    # A headless service gives every pod a name of its own, before it is ready: that is when the ranks look for rank 0.
+    # A headless service gives every pod a DNS name before it is ready, which is when the ranks connect to rank 0.
     service = {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": name},
         "ports": [{"name": "torchrun", "port": PORT}],
@@ -46,7 +47,7 @@ def manifest(job: Job, *, image: str, storage: str) -> str:
     head = (
         f"# Written by `plaudit launch --kubernetes`: {job.summary}.\n"
         f"# `kubectl apply -f THIS_FILE` starts it, `kubectl logs -f job/{name}` shows rank 0.\n"
-        "# A pod that fails is started again and goes on from the last checkpoint, which is in the volume.\n"
+        "# A failed pod is restarted and resumes from the last checkpoint, which is in the volume.\n"
     )
     return head + str(yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=120))
 
@@ -75,10 +76,10 @@ def _container(job: Job, name: str, image: str) -> dict[str, Any]:
         "python", "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks),
         "--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{name}-0.{name}", "--master-port", str(PORT),
     ]  # fmt: skip
-    # The recipe of the ConfigMap has what --set changed.
+    # The recipe in the ConfigMap includes the changes of --set.
     train = ["-m", "plaudit", "train", RECIPE, "--out", job.run, "--resume"]
     lines = ["set -eu", quoted([*torchrun, "-m", "plaudit", "doctor"]), f"exec {quoted([*torchrun, *train])}"]
-    if job.rollouts:  # the last pods; one that is started again finds the others at work, and checks itself alone
+    if job.rollouts:  # the last pods; a restarted one finds the others running, and checks only itself
         there = [quoted(["python", "-m", "plaudit", "doctor"]), f"exec {quoted(['python', *job.generate()])}"]
         last = [f'if [ "$JOB_COMPLETION_INDEX" -ge {job.nodes} ]; then', *(f"  {line}" for line in there), "fi"]
         lines[1:1] = last
@@ -106,7 +107,7 @@ def _container(job: Job, name: str, image: str) -> dict[str, Any]:
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-    """Text of several lines as lines, and no references to what was written before."""
+    """Writes multi-line text as block literals, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

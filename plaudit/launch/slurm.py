@@ -1,4 +1,4 @@
-"""An sbatch script: one torchrun on each machine, which find each other at the first one over TCP."""
+"""An sbatch script: one torchrun on each machine, which connect to the first one over TCP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from plaudit.launch.job import Job, quoted
 
-SAVE_SECONDS = 300  # before the job's time is over: to end the step and write a checkpoint
+SAVE_SECONDS = 300  # before the time limit, to finish the step and write a checkpoint
 
 
 def script(job: Job, *, time: str, partition: str | None, account: str | None) -> str:
@@ -19,8 +19,8 @@ def script(job: Job, *, time: str, partition: str | None, account: str | None) -
     threads = max(1, job.cores // job.most)
     return f"""#!/bin/bash
 # Written by `plaudit launch --slurm`: {job.summary}.
-# Start it with sbatch, in a directory that all machines share. Sent again, also by Slurm after a machine has failed, it
-# goes on from the last checkpoint.
+# Start it with sbatch, in a directory that all machines share. When submitted again, also by Slurm after a failure, it
+# resumes from the last checkpoint.
 {header}#SBATCH --requeue
 #SBATCH --signal=TERM@{SAVE_SECONDS}
 set -euo pipefail
@@ -41,7 +41,7 @@ def _run(job: Job) -> str:
     if not job.rollouts:
         return f"srun --kill-on-bad-exit=1 {train}\n"
     there = quoted(['"$PYTHON"', *job.generate()])
-    return f"""# The last machines generate, until the run is done.
+    return f"""# The last machines generate, until the run is finished.
 srun {_part(job.nodes, job.rollouts)} --kill-on-bad-exit=1 {there} &
 srun {_part(0, job.nodes)} --kill-on-bad-exit=1 {train}
 wait

@@ -1,1 +1,1 @@
-"""Child processes: how they start, talk in frames, show that they live, and end. No knowledge of models lives here."""
+"""Child processes: starting, exchanging frames, heartbeats, and stopping. Independent of models."""

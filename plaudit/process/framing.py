@@ -1,7 +1,7 @@
 """Frames on a byte stream: a length, then one MessagePack message. No pickle.
 
-Token ids and values travel as raw little-endian buffers inside a message: many sequences go in one frame, so the cost
-of crossing is paid once per batch and not once per item.
+Token ids and values are sent as raw little-endian buffers in a message: a frame has many sequences, so the transfer
+overhead is paid once per batch instead of once per item.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 def pack(frame: Any) -> bytes:
     body = _ENCODER.encode(frame)
     if len(body) > LIMIT:
-        raise ValueError(f"a frame of {len(body)} bytes is more than the {LIMIT} that are taken")
+        raise ValueError(f"a frame has {len(body)} bytes; the limit is {LIMIT}")
     return LENGTH.pack(len(body)) + body
 
 
 class FrameReader(Generic[F]):
-    """Frames out of a stream of bytes."""
+    """Reads frames from a byte stream."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[F]) -> None:
         self._decoder = decoder
@@ -38,7 +38,7 @@ class FrameReader(Generic[F]):
         while len(self._buffer) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer)
             if length > LIMIT:
-                raise ValueError(f"a frame of {length} bytes is more than the {LIMIT} that are taken")
+                raise ValueError(f"a frame has {length} bytes; the limit is {LIMIT}")
             end = LENGTH.size + length
             if len(self._buffer) < end:
                 return
@@ -52,11 +52,11 @@ def as_bytes(rows: Sequence[Sequence[int]]) -> bytes:
 
 
 def cut(data: bytes, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The lists that `as_bytes` joined."""
+    """The lists that were joined by `as_bytes`."""
     numbers = np.frombuffer(data, dtype="<i4").tolist()
     at = 0
     for length in lengths:
         yield numbers[at : at + length]
         at += length
     if at != len(numbers):
-        raise ValueError(f"lengths that add up to {at} for {len(numbers)} numbers")
+        raise ValueError(f"lengths add up to {at}; expected {len(numbers)}, the number of values")

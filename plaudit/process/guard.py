@@ -1,11 +1,11 @@
-"""Ends a process that was stopped (SIGSTOP): whoever works with it would wait for it until their own time is over.
+"""Kills processes that were stopped (SIGSTOP): others would wait for them until their own timeouts.
 
-A stopped process is told from a busy one by the kernel (state T in /proc), however long it computes or holds the GIL:
-no heartbeat is needed. One that a debugger holds has another state and is left alone. After its end it is a process
-that was killed, and what happens then happens here too.
+The kernel distinguishes a stopped process from a busy one (state T in /proc), however long it computes or holds the
+GIL, so no heartbeat is needed. A process stopped by a debugger has another state and is ignored. A killed process is
+then handled like any other that was killed.
 
-`plaudit train` looks after the ranks it starts. What others start, a rank of torchrun or an actor of Ray, has a guard
-of its own on its machine: `python -m plaudit.process.guard PID NAME`. Where there is no /proc nothing is ended.
+`plaudit train` checks the ranks it starts. Processes started by others, such as ranks of torchrun or actors of Ray,
+have a guard process on their machine: `python -m plaudit.process.guard PID NAME`. Without /proc nothing is killed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ LOOK_SECONDS = 1.0
 STOPPED_SECONDS = 10.0
 STOPPED = f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s and was ended"
 
-_guards: list[subprocess.Popen[bytes]] = []  # they live as long as this process
+_guards: list[subprocess.Popen[bytes]] = []  # kept alive as long as this process
 
 
 class Guard:
-    """Asked often, it looks once a second. It counts looks: a machine that slept is no process that stood."""
+    """Call it often; it checks once a second. It counts checks, so a suspended machine does not look like a stopped
+    process."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self._next = 0.0
 
     def end_stopped(self, pids: Iterable[int]) -> list[int]:
-        """Those of them that were stopped for too long, and are killed now."""
+        """Kills those that were stopped for too long, and returns them."""
         now = time.monotonic()
         if now < self._next:
             return []
@@ -57,23 +58,23 @@ def is_stopped(pid: int) -> bool:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that are still there."""
+    """The child processes of this process that are still running."""
     pids: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended since
+        with suppress(OSError):  # a thread that has exited since
             pids += map(int, task.read_text().split())
     return pids
 
 
 def guard_this_process(name: str) -> None:
-    """Start a guard beside this process; it ends when this one does, however that comes."""
+    """Start a guard process for this process; it exits when this process does, for whatever reason."""
     command = [sys.executable, "-m", "plaudit.process.guard", str(os.getpid()), name]
     _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True))
 
 
 def main(pid: int, name: str) -> None:
     guard = Guard()
-    while not select.select([0], [], [], LOOK_SECONDS)[0]:  # standard input closes with the process
+    while not select.select([0], [], [], LOOK_SECONDS)[0]:  # standard input closes when the process exits
         if guard.end_stopped([pid]):
             print(f"plaudit: {name} (pid {pid}) {STOPPED}", file=sys.stderr)
             return

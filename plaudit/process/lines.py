@@ -1,4 +1,4 @@
-"""Lines to a child process and lines back, over two pipes, in bounded time and memory. Standard library alone."""
+"""Exchanges lines with a child process over two pipes, in bounded time and memory. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import time
 def exchange_lines(
     sink: int, source: int, request: bytes, count: int, seconds: float, longest: int | None = None
 ) -> tuple[list[bytes], bool]:
-    """`request` into one pipe and `count` lines from the other, each within `seconds` of the one before. Fewer come
-    back if its other end died or a line is longer than `longest`, or, with True beside them, if one took too long."""
+    """Writes `request` to one pipe and reads `count` lines from the other, each within `seconds` of the previous one.
+    Fewer are returned if the other end closed or a line is longer than `longest`, or, together with True, on a
+    timeout."""
     os.set_blocking(sink, False)
     unsent, reply, lines = memoryview(request), b"", list[bytes]()
     deadline = time.monotonic() + seconds

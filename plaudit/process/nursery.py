@@ -1,15 +1,15 @@
-"""Workers in a moment: one process imports what a worker needs, once, and forks itself for every worker.
+"""Fast starts of workers: a fork server imports what workers need once, and forks itself for every worker.
 
-Importing torch and a model library takes seconds of processor time; a fork takes milliseconds. So a second replica, and
-a worker in place of one that died, cost the loading of their model alone. The nursery has started no thread of torch's
-and no device when it forks. Every child has its own standard streams, environment, directory and random numbers, and
+Importing torch and a model library takes seconds of CPU time; a fork takes milliseconds. So another replica, or the
+replacement of a crashed worker, costs only the loading of its model. The nursery has started no torch threads and no
+device when it forks. Every child has its own standard streams, environment, directory and random state, and
 none of the nursery's sockets.
 
-    python -m plaudit.process.nursery FD     for each request: imports its module, if it is new, and forks; the child
-                                             calls the module's main
+        python -m plaudit.process.nursery FD     for each request: imports its module, if needed, and forks; the child
+                                                 calls the module's main
 
-A child may ask for children in its turn (the ranks of a model, say): it has a connection of its own to the nursery. Who
-asked for a child and is gone, however that came, takes it along: the nursery kills it, a stopped one too.
+A child may request children in turn (for example the ranks of a model): it has its own connection to the nursery. When
+the process that requested a child exits, for whatever reason, the nursery kills the child, even if it is stopped.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-START_SECONDS = 300.0  # for the nursery to import, and to fork
+START_SECONDS = 300.0  # timeout of the nursery for importing and forking
 CLOSE_SECONDS = 1.0
-MOST_BYTES = 1 << 18  # of a request: an environment
+MOST_BYTES = 1 << 18  # limit of a request, which includes an environment
 PR_SET_NAME = 15
 _CODE = struct.Struct("<i")
 
 
 class ForkRequest(msgspec.Struct):
-    """Which module's `main` a child runs, where, and in which process group. With it go four descriptors: the worker's
-    socket, the end of the pipe that tells when it is gone, standard output and standard error."""
+    """The module whose `main` a child runs, its directory and its process group. Four descriptors are sent with it: the
+    worker's socket, the end of the pipe that signals its exit, standard output and standard error."""
 
     module: str
     environment: dict[str, str]
@@ -53,10 +53,10 @@ class ForkRequest(msgspec.Struct):
 
 
 class Forked:
-    """A child of the nursery's, as `subprocess.Popen` shows its own.
+    """A child of the nursery, with the interface of `subprocess.Popen`.
 
-    The pipe's other end is open in the child and in the nursery: it closes when the child is gone, after the exit code,
-    and closes without one if the nursery was killed before.
+    The pipe's other end is open in the child and in the nursery: it closes when the child has exited, after its exit
+    code, or without one if the nursery was killed before.
     """
 
     def __init__(self, pid: int, pipe: int) -> None:
@@ -83,14 +83,14 @@ class Forked:
             return self.returncode
 
     def kill(self) -> None:
-        # While another thread waits for its end, it has none: that thread has the lock.
+        # If another thread waits for its exit, that thread holds the lock.
         if self._lock.locked() or self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class Nursery:
-    """The caller's end. It ends when the process that started it does."""
+    """The client side. The nursery exits with the process that started it."""
 
     def __init__(
         self, sock: socket.socket, environment: Mapping[str, str], process: subprocess.Popen[bytes] | None = None
@@ -112,17 +112,17 @@ class Nursery:
         return cls(ours, environment, process)
 
     def close(self) -> None:
-        """Its children end too."""
+        """Close it; its children are killed too."""
         self._sock.close()
         if self._process is not None:
             try:
                 self._process.wait(CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:  # it imports
+            except subprocess.TimeoutExpired:  # it is importing
                 self._process.kill()
                 self._process.wait()
 
     def fork(self, module: str, fd: int, environment: Mapping[str, str]) -> Forked:
-        """Raises OSError if the nursery is gone."""
+        """Raises OSError if the nursery has exited."""
         request = msgspec.msgpack.encode(ForkRequest(module, dict(environment), str(Path.cwd()), os.getpgrp()))
         ours, theirs = os.pipe()
         try:
@@ -130,10 +130,10 @@ class Nursery:
                 socket.send_fds(self._sock, [request], [fd, theirs, 1, 2])
                 reply = self._sock.recv(_CODE.size)
             if not reply:
-                raise ConnectionResetError("the process that forks workers has ended")
+                raise ConnectionResetError("the process that forks workers has exited")
         except TimeoutError as error:
             os.close(ours)
-            self.close()  # a reply that came now would be taken for the next one's
+            self.close()  # a late reply would be mistaken for the next one's
             raise ConnectionAbortedError(f"no worker was forked within {START_SECONDS:g} s") from error
         except OSError:
             os.close(ours)
@@ -143,18 +143,18 @@ class Nursery:
         return Forked(_CODE.unpack(reply)[0], ours)
 
 
-# The nursery that this process was forked from, if it was.
+# The nursery that this process was forked from, if any.
 parent: Nursery | None = None
 
 
 class _Forker:
-    """The nursery's own side. Its children have sockets of their own to end by."""
+    """The server side. Its children have their own sockets."""
 
     def __init__(self, fd: int) -> None:
         self.owner = socket.socket(fileno=fd)
         self.callers = {fd: self.owner}
         self.woken, self.waker = socket.socketpair()
-        self.children: dict[int, tuple[int, int]] = {}  # living ones: the pipe, and which caller's it is
+        self.children: dict[int, tuple[int, int]] = {}  # running ones: the pipe, and the caller's number
 
     def run(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,7 +181,7 @@ class _Forker:
                     self.callers.pop(fd).close()
 
     def reap(self) -> None:
-        """Tell the exit code before the number of the process is free for another."""
+        """Report the exit codes before the process numbers are reused."""
         for pid, (pipe, _) in list(self.children.items()):
             with suppress(ChildProcessError):
                 if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
@@ -194,13 +194,13 @@ class _Forker:
                 os.waitpid(pid, 0)
 
     def kill_children_of(self, caller: int) -> None:
-        """Of the owner's: all."""
+        """Kill the children of a caller; of the owner: all."""
         for pid, (_, whose) in self.children.items():
             if whose == caller or caller == self.owner.fileno():
                 os.kill(pid, signal.SIGKILL)
 
     def fork(self, caller: socket.socket, request: ForkRequest, fds: list[int]) -> None:
-        with suppress(Exception):  # the child will fail in the same way, and say so
+        with suppress(Exception):  # the child will fail in the same way and report it
             importlib.import_module(request.module)
         ours, theirs = _control_pair()
         pid = os.fork()
@@ -213,11 +213,11 @@ class _Forker:
         self.children[pid] = pipe, caller.fileno()
         for fd in (worker, *streams):
             os.close(fd)
-        with suppress(OSError):  # the caller is gone
+        with suppress(OSError):  # the caller has exited
             caller.send(_CODE.pack(pid))
 
     def become(self, request: ForkRequest, fds: list[int], control: socket.socket) -> NoReturn:
-        """In the child: as a process of its own would begin."""
+        """Runs in the child: sets it up like a new process."""
         global parent
         code = 1
         try:
@@ -234,11 +234,11 @@ class _Forker:
             os.environ.clear()
             os.environ.update(request.environment)
             os.chdir(request.directory)
-            with suppress(PermissionError):  # that of another session
+            with suppress(PermissionError):  # a process group of another session
                 os.setpgid(0, request.group)
             parent = Nursery(control, request.environment)
             random.seed()
-            np.random.seed()  # of libraries that draw from it
+            np.random.seed()  # for libraries that use its global state
             sys.argv = [request.module, str(worker)]
             _name_process(request.module)
             importlib.import_module(request.module).main(worker)
@@ -257,22 +257,22 @@ class _Forker:
 
 
 def _control_pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a request or a reply is one packet
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each request or reply is one packet
 
 
 def _name_process(module: str) -> None:
-    """What `top` and `ps -o comm` show."""
+    """Set the name shown by `top` and `ps -o comm`."""
     name = f"plaudit-{module.split('.')[-1]}"
-    with suppress(AttributeError):  # Linux has it
+    with suppress(AttributeError):  # available on Linux only
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def main(fd: int) -> None:
-    # Threads of a library's that sleep since its import are not in the child, and are not missed there.
+    # Threads that a library started at import do not exist in the child, and are not needed there.
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     _Forker(fd).run()
 
 
 if __name__ == "__main__":
-    # Under its own name, and not as __main__: children look here for their `parent`.
+    # Imported under its own name instead of __main__: children look up `parent` here.
     importlib.import_module("plaudit.process.nursery").main(int(sys.argv[1]))

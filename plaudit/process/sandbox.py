@@ -1,12 +1,12 @@
-"""A sandbox that a process enters for good before it runs what somebody else wrote: Linux on x86-64 and ARM64.
+"""A sandbox that a process enters permanently before it runs untrusted code: Linux on x86-64 and ARM64.
 
-seccomp    a list of system calls: memory, time, reading files, and what the process was given. No sockets, no new
-           processes or threads, no signals to others, no change of anything on disk
-Landlock   of all files only those of Python and its libraries can be opened, for reading. Where the kernel has no
-           Landlock, seccomp refuses to open any
-beside     no capabilities, no new ones by executing, no environment, a limit on memory, first to go if memory runs out
+seccomp    an allowlist of system calls: memory, time, reading files, and the given descriptors. No sockets, no new
+           processes or threads, no signals to others, no changes on disk
+Landlock   only files of Python and its libraries can be opened, for reading. If the kernel has no
+           Landlock, seccomp rejects opening any file
+also       no capabilities, no new privileges, no environment, a memory limit, first to be killed if memory runs out
 
-That a path exists, and how large it is, can still be seen. Nothing but the standard library is imported here.
+The existence and size of files can still be seen. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SECCOMP_MODE_FILTER = 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
 LANDLOCK_VERSION, LANDLOCK_BENEATH = 1, 1
 READ_FILE, READ_DIRECTORY = 1 << 2, 1 << 3
-LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}  # rights that a version of Landlock knows, from that version on
+LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}  # access rights known to each version of Landlock
 CAPABILITY_VERSION = 0x20080522
 
-# Numbers on x86-64 and on ARM64; -1: it does not have the call.
+# System call numbers on x86-64 and on ARM64; -1: not available.
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "lseek": (8, 62),
     "close": (3, 57), "dup": (32, 23), "fstat": (5, 80), "stat": (4, -1), "lstat": (6, -1), "newfstatat": (262, 79),
@@ -47,8 +47,8 @@ ALLOWED = {
     "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278),
     "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-OPENS = {"open": (2, -1), "openat": (257, 56)}  # where Landlock says which files
-# Calls that are allowed for some values of their second argument. F_SETOWN would let a pipe send signals.
+OPENS = {"open": (2, -1), "openat": (257, 56)}  # restricted by Landlock
+# Calls allowed for some values of their second argument. F_SETOWN would let a pipe send signals.
 FCNTL, FCNTL_COMMANDS = (72, 25), (1, 2, 3, 1030)  # F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 IOCTL, IOCTL_COMMANDS = (16, 29), (0x5401, 0x5451)  # TCGETS, FIOCLEX
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers, and the kernel's name
@@ -60,23 +60,25 @@ NUMBER_AT, MACHINE_AT, SECOND_ARGUMENT_AT = 0, 4, 24  # in struct seccomp_data
 
 
 class NoSandbox(OSError):
-    """This machine has none, and why."""
+    """This machine has no sandbox; the message has the reason."""
 
 
 class Sandbox:
-    """Made by a process that forks others (and keeps to the files of its libraries from then on); entered by each of
-    these before it runs what somebody else wrote."""
+    """Created by a process that forks others (and is restricted to its libraries' files from then on); entered by each
+    of these before it runs untrusted code."""
 
     def __init__(self) -> None:
         if sys.platform != "linux" or platform.machine() not in MACHINES:
-            raise NoSandbox(f"there is none for {sys.platform} on {platform.machine()}")
+            raise NoSandbox(
+                f"{sys.platform} on {platform.machine()} is not supported; expected Linux on x86-64 or ARM64"
+            )
         self._libc = ctypes.CDLL(None, use_errno=True)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self._address_space = pages * resource.getpagesize()
         with suppress(OSError):  # read-only in some containers
             Path("/proc/self/oom_score_adj").write_text("1000")
         self._call("PR_SET_NO_NEW_PRIVS", self._libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        self._call("PR_SET_DUMPABLE", self._libc.prctl, PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody's debugger, no core
+        self._call("PR_SET_DUMPABLE", self._libc.prctl, PR_SET_DUMPABLE, 0, 0, 0, 0)  # no debugger, no core dump
         self._call("capset", self._libc.capset, struct.pack("<Ii", CAPABILITY_VERSION, 0), bytes(24))
         os.chdir("/")
         self._landlock = self._keep_to(_libraries())
@@ -86,10 +88,11 @@ class Sandbox:
 
     @property
     def mechanism(self) -> str:
-        return "seccomp and Landlock" if self._landlock else "seccomp, without any file"
+        return "seccomp and Landlock" if self._landlock else "seccomp, without file access"
 
     def enter(self, memory: int, keep: Iterable[int]) -> None:
-        """For good. `memory` bytes beyond what was loaded; descriptors other than `keep` and 0 to 2 are closed."""
+        """Enter permanently. `memory`: bytes beyond what is loaded; descriptors other than `keep` and 0 to 2 are
+        closed."""
         os.environ.clear()
         kept = sorted({2, *keep})
         for low, high in zip(kept, [*kept[1:], resource.getrlimit(resource.RLIMIT_NOFILE)[0]], strict=True):
@@ -106,7 +109,7 @@ class Sandbox:
         )
 
     def _keep_to(self, readable: Iterable[Path]) -> bool:
-        """By Landlock; False if the kernel has none."""
+        """Restricts files by Landlock; returns False if the kernel has none."""
         version = self._libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
         if version < 1:
             return False
@@ -133,14 +136,14 @@ class Sandbox:
 
 
 def _libraries() -> set[Path]:
-    """Where modules that are imported late come from, and the shared libraries that they need."""
+    """The paths of lazily imported modules and of the shared libraries they need."""
     python = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     ours = Path(__file__).resolve().parent.parent
     return {ours, *map(Path, python), *map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib"))}
 
 
 def _filter(opens: bool) -> bytes:
-    """A program of BPF: the listed calls pass, others fail, those of another machine's kind end the process."""
+    """A BPF program: the listed calls are allowed, others fail, those of another architecture end the process."""
     column, machine = MACHINES[platform.machine()]
     numbers = [pair[column] for pair in (ALLOWED | OPENS if opens else ALLOWED).values() if pair[column] >= 0]
     program = [

@@ -1,8 +1,8 @@
-"""How this program starts a worker process: a module's `main`, on one end of a socket pair.
+"""Starts a worker process: a module's `main`, on one end of a socket pair.
 
-A descriptor and not a port: nothing listens, and nobody else can connect. Workers are forked from a nursery, which is
-started with the first of them. On a machine with GPUs, whose drivers no fork survives, and on other systems than Linux
-each is a new process.
+A descriptor is used instead of a port: nothing listens, and nobody else can connect. Workers are forked from a nursery,
+which is started with the first of them. On a machine with GPUs, whose drivers do not survive a fork, and on systems
+other than Linux each worker is a new process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plaudit.process import nursery
 from plaudit.process.guard import is_stopped
 from plaudit.process.nursery import Nursery
 
-# Libraries read these when they are loaded, so a nursery forks only workers that have the same.
+# Libraries read these variables when they are loaded, so a nursery only forks workers with the same values.
 READ_AT_IMPORT = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "TRITON", "TRANSFORMERS_", "HF_",
 )  # fmt: skip
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 
 class Child(Protocol):
-    """A `subprocess.Popen`, or what a nursery gives."""
+    """A `subprocess.Popen`, or a child of the nursery."""
 
     pid: int
 
@@ -47,8 +47,8 @@ class Child(Protocol):
 
 
 def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Child, socket.socket]:
-    """`module`'s main in a process of its own, and our end of its socket. `environment` is added to ours. Raises
-    OSError if it cannot be started."""
+    """Runs `module`'s main in a new process; returns it and our end of its socket. `environment` is added to ours.
+    Raises OSError if it cannot be started."""
     environment = {**os.environ, **(environment or {})}
     ours, theirs = socket.socketpair()
     try:
@@ -60,14 +60,14 @@ def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Ch
 
 
 def spawn_on(module: str, sock: socket.socket, environment: Mapping[str, str] | None = None) -> Child:
-    """The same on a socket that is connected already, of which this process may then close its own end."""
+    """The same with a connected socket, of which this process may then close its own end."""
     return _start(module, sock.fileno(), {**os.environ, **(environment or {})})
 
 
 def end_child(child: Child) -> str:
-    """Make sure that it is gone; how it ended, in words."""
+    """Ensures that the child has exited; returns how, as text."""
     try:
-        # A process that closed its socket is about to end by itself, and its own reason is the better one.
+        # A process that closed its socket is about to exit, and its own exit code is more useful.
         code = child.wait(0.0 if is_stopped(child.pid) else 1.0)
     except subprocess.TimeoutExpired:
         child.kill()
@@ -76,16 +76,16 @@ def end_child(child: Child) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def start_anew() -> None:
-    """From now on children of this process are new processes: it starts one worker and seldom another, and a nursery
-    would only be one more process in memory."""
+def spawn_new_processes() -> None:
+    """Start future children of this process as new processes instead of forks: it starts few workers, and a nursery
+    would only use more memory."""
     global FORKS
     FORKS = False
 
 
 async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child, socket.socket]:
-    """The same, for an event loop: the imports of the first child take seconds. In a thread that nobody waits for when
-    the program ends."""
+    """The same for an event loop, as the first child's imports take seconds. Runs in a daemon thread, so that exiting
+    does not wait for it."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[tuple[Child, socket.socket]] = loop.create_future()
 
@@ -101,11 +101,11 @@ async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child
         started, failure = None, None
         try:
             started = spawn(module, environment)
-        except Exception as error:  # whatever it is: somebody waits
+        except Exception as error:  # passed on to the caller, who waits
             failure = error
         try:
             loop.call_soon_threadsafe(settle, started, failure)
-        except RuntimeError:  # the loop has ended
+        except RuntimeError:  # the loop is closed
             _give_up(started)
 
     threading.Thread(target=run, daemon=True).start()
@@ -113,7 +113,7 @@ async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child
 
 
 def _give_up(started: tuple[Child, socket.socket] | None) -> None:
-    """Of a child that nobody waits for any more: end it."""
+    """Kill a child that is no longer needed."""
     if started is not None:
         child, sock = started
         sock.close()
@@ -129,7 +129,7 @@ def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:
     settings = _settings(environment)
     try:
         return _nursery(settings, environment).fork(module, fd, environment)
-    except ConnectionError:  # it was killed: another one
+    except ConnectionError:  # the nursery was killed: start another one
         with _lock:
             _nurseries[settings].close()
             _nurseries[settings] = Nursery.start(environment)
@@ -143,7 +143,7 @@ def _settings(environment: Mapping[str, str]) -> Settings:
 def _nursery(settings: Settings, environment: Mapping[str, str]) -> Nursery:
     with _lock:
         if settings not in _nurseries:
-            parent = nursery.parent  # if this process was forked, and its children may come from there too
+            parent = nursery.parent  # this process was forked from a nursery, which can fork its children too
             shared = parent if parent is not None and _settings(parent.environment) == settings else None
             _nurseries[settings] = shared or Nursery.start(environment)
         return _nurseries[settings]

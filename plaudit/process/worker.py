@@ -1,7 +1,8 @@
-"""The loop of a worker process: read what has come, compute one step, send what is finished, and so on.
+"""The main loop of a worker process: read the received frames, compute one step, send finished results.
 
-A worker begins with one Start frame, says Alive every second from a thread of its own, so that a long step does not
-look like a stopped process, and ends when the other end of its socket closes. A subclass has `take` and `step`.
+A worker starts with one Start frame, sends Alive every second from a separate thread, so that a long step is not
+mistaken for a stopped process, and exits when the other end of its socket closes. Subclasses implement `take` and
+`step`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ S = TypeVar("S")
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True):
-    """The process runs. `steps` that do not change while it has work are those of a worker that hangs."""
+    """A heartbeat. If `steps` does not change while it has work, the worker hangs."""
 
     steps: int
     resident: int = 0  # bytes of memory
@@ -39,36 +40,36 @@ class Alive(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The worker cannot load its model, or cannot go on; `message` is for the user."""
+    """The worker cannot load its model, or cannot continue; `message` is for the user."""
 
     message: str
 
 
 class SocketWorker(ABC, Generic[F]):
-    """`steps` counts the turns of the loop."""
+    """`steps` counts the iterations of the loop."""
 
     def __init__(self, sock: socket.socket, reader: FrameReader[F]) -> None:
         self.sock = sock
         self.steps = 0
         self._reader = reader
-        self._incoming = select.poll()  # and not select(), which takes no descriptor from 1024 on
+        self._incoming = select.poll()  # unlike select(), which does not support descriptors from 1024 on
         self._incoming.register(sock, select.POLLIN)
         self._sending = threading.Lock()
 
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether there is something to compute: else the loop waits for a frame."""
+        """Whether there is something to compute; otherwise the loop waits for a frame."""
 
     @abstractmethod
     def take(self, frame: F) -> None: ...
 
     @abstractmethod
     def step(self) -> None:
-        """Compute a little of what was taken, if anything waits, and send what is finished."""
+        """Compute one step of the received work, if any, and send finished results."""
 
     def device_bytes(self) -> int:
-        """What it holds of a GPU's memory."""
+        """GPU memory in use."""
         return 0
 
     def send(self, frame: Any) -> None:
@@ -76,21 +77,21 @@ class SocketWorker(ABC, Generic[F]):
             self.sock.sendall(pack(frame))
 
     def run(self) -> None:
-        threading.Thread(target=self._say_alive, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         while self._receive(block=not self.busy):
             self.step()
             self.steps += 1
 
-    def _say_alive(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             try:
                 self.send(Alive(self.steps, _resident_bytes(), self.device_bytes()))
             except OSError:
-                os._exit(0)  # the other end is gone, and what is being computed is for nobody
+                os._exit(0)  # the other end is closed, so nobody needs the results
             time.sleep(ALIVE_EVERY)
 
     def _receive(self, block: bool) -> bool:
-        """Take in what has come; False when the other end is gone."""
+        """Process the received frames; False when the other end has closed."""
         while self._incoming.poll(None if block else 0):
             data = self.sock.recv(1 << 20)
             if not data:
@@ -102,7 +103,7 @@ class SocketWorker(ABC, Generic[F]):
 
 
 def _resident_bytes() -> int:
-    with suppress(OSError):  # no descriptors, or no Linux
+    with suppress(OSError):  # no descriptors, or not Linux
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
@@ -111,13 +112,13 @@ def run_worker(
     fd: int, decoder: msgspec.msgpack.Decoder[F], start_type: type[S],
     load: Callable[[S, socket.socket, FrameReader[F]], SocketWorker[F]],
 ) -> None:  # fmt: skip
-    """The whole life of a worker process on this socket. What fails is said in a Failed frame before it ends."""
-    # The terminal's Ctrl-C reaches the whole group; whoever started the workers decides when they end.
+    """Runs a worker process on this socket until it exits. Errors are sent in a Failed frame before it exits."""
+    # Ctrl-C in a terminal reaches the whole process group; the parent decides when workers exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     reader = FrameReader(decoder)
     start = _first(sock, reader, start_type)
-    with suppress(BrokenPipeError, ConnectionResetError):  # the other end is gone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the other end has closed
         try:
             load(start, sock, reader).run()
         except (BrokenPipeError, ConnectionResetError):

@@ -1,1 +1,1 @@
-"""What a run did. Reads events.jsonl and nothing else; deletable without touching the rest."""
+"""Reports about runs. Reads events.jsonl and nothing else; can be deleted without affecting other packages."""

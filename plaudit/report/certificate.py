@@ -1,4 +1,5 @@
-"""What proves a run: the hashes that it logged, how often engine and learner agreed, and what `plaudit verify` said."""
+"""The evidence of a run: its logged hashes, how closely engine and learner agreed, and the result of `plaudit
+verify`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from plaudit.report.curve import Curve
 
 
 def proof(events: Sequence[Event], apart: Curve | None) -> str:
-    """In words; "" for a run without hashes. `apart` is the largest mismatch of each step."""
+    """The evidence as text; "" for a run without hashes. `apart` is the largest mismatch of each step."""
     hashed = [event for event in events if event["kind"] == "proof"]
     if not hashed:
         return ""
@@ -20,13 +21,13 @@ def proof(events: Sequence[Event], apart: Curve | None) -> str:
     words = f"Proof: {count:,} steps hashed; weights {last['hashes']['weights']} at step {last['step']:,}"
     if apart is not None:
         largest = max(apart.values)
-        agreed = "equal to the bit in every step" if largest == 0 else f"apart by at most {largest:.1e} a token"
+        agreed = "bit-identical in every step" if largest == 0 else f"differ by at most {largest:.1e} per token"
         words += f"; log-probs of engine and learner {agreed}"
     return words
 
 
 def verdict_of(run: Path) -> str:
-    """The last one, with its date; "" where the run was never verified."""
+    """The last result with its date; "" if the run was never verified."""
     path = run / VERIFIED
     if not path.is_file():
         return ""
@@ -34,4 +35,4 @@ def verdict_of(run: Path) -> str:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return f"verified {kept['date'][:10]}: {kept['text']}"
     except (ValueError, TypeError, KeyError):
-        return f"{VERIFIED} cannot be read; `plaudit verify {run}` writes it anew"
+        return f"{VERIFIED} cannot be read; run `plaudit verify {run}` to write it again"

@@ -1,4 +1,4 @@
-"""One metric over the steps of a run, and what is asked of it."""
+"""One metric over the steps of a run, with its statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-# "Late" is the last quarter of a run and "early" its first fifth, but never fewer points than tell noise from trend.
+# "Late" is the last quarter of a run and "early" its first fifth, with enough points to tell trend from noise.
 _LATE, _EARLY, _LEAST = 4, 5, 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -38,7 +38,7 @@ class Curve:
         return _mean(self.finite[: _part(len(self.finite), _EARLY)])
 
     def middle(self) -> float:
-        """The quarter before the middle: what `late` is compared with to see where a run is going now."""
+        """The mean of the quarter before the middle, compared with `late` to see the current trend."""
         values = self.finite
         part = _part(len(values), _LATE)
         end = max(part, len(values) // 2)
@@ -49,12 +49,12 @@ class Curve:
         values = self.finite
         if len(values) < 2 * _LEAST:
             return math.inf
-        # Neighbours differ by noise, hardly by trend; the difference of two has the root of two times the spread.
+        # Neighbours differ by noise rather than trend; the variance of their difference is twice that of the noise.
         spread = stdev(b - a for a, b in pairwise(values)) / math.sqrt(2)
         return 3 * spread * math.sqrt(1 / _part(len(values), _LATE) + 1 / _part(len(values), _EARLY))
 
     def smoothed(self) -> Curve:
-        """Each finite value as the mean of its neighbourhood, a fifteenth of the run to each side."""
+        """Each finite value replaced by the mean of its neighbourhood, a fifteenth of the run to each side."""
         kept = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         reach = max(1, len(kept) // 15)
         values = [value for _, value in kept]
@@ -62,14 +62,14 @@ class Curve:
         return Curve(tuple(step for step, _ in kept), tuple(means))
 
     def near(self, step: int) -> float:
-        """The finite value at the step nearest to this one."""
+        """The finite value at the nearest step."""
         kept = [
             (abs(at - step), value) for at, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)
         ]
         return min(kept)[1] if kept else math.nan
 
     def thinned(self, most: int) -> Curve:
-        """At most so many points: the ends, the least and the greatest of each stretch, so that no spike is lost."""
+        """At most `most` points: the ends, and the minimum and maximum of each interval, so that no spike is lost."""
         if len(self) <= most:
             return self
         stretches = max(1, most // 4)
@@ -97,7 +97,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def sparkline(values: Sequence[float], most: int = 24) -> str:
-    """A curve in a line of blocks: at most so many, each the mean of its part of the curve."""
+    """The curve as a line of block characters, each the mean of an interval."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""

@@ -1,8 +1,8 @@
-"""What is wrong with a run, in plain words, with the numbers and the cure.
+"""Diagnoses problems of a run: what is wrong, with numbers and a fix.
 
-Each rule is a function of a run's history. It gives a finding, also when what it looked at is fine, or None where the
-run has not logged what it needs. "At the end" is the mean of the last quarter of the run, "at first" that of its first
-fifth; a change of less than three standard errors counts as none.
+Each rule is a function of a run's history. It returns a finding, also if everything is fine, or None if the run has not
+logged what it needs. "At the end" is the mean of the last quarter of the run, "at first" that of its first
+fifth; a change of less than three standard errors is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plaudit.report.rules import examples, integrity, memory, policy, reward, sa
 
 Rule = Callable[[History], Finding | None]
 
-# In the order in which findings of one severity are told.
+# The order of findings of the same severity.
 RULES: tuple[Rule, ...] = (
     policy.not_finite, policy.other_settings, reward.over_optimised, reward.over_optimised_held_out,
     *integrity.GAMED,
@@ -29,13 +29,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(run: History) -> list[Finding]:
-    """All findings, the worst first."""
+    """All findings, worst first."""
     findings = [finding for rule in RULES if (finding := rule(run))]
     return sorted(findings, key=lambda finding: WORST_FIRST.index(finding.severity))
 
 
 def verdict(run: History, findings: Sequence[Finding], held_out: bool = True) -> tuple[Severity, str]:
-    """The run in one line: how it stands, and what it learned; without held-out answers where a headline tells them."""
+    """A summary in one line: the worst finding, and what was learned; `held_out`: with held-out figures."""
     progress = _progress(run, held_out)
     bad = [finding for finding in findings if finding.severity == "bad"]
     watch = [finding for finding in findings if finding.severity == "watch"]
@@ -47,7 +47,7 @@ def verdict(run: History, findings: Sequence[Finding], held_out: bool = True) ->
         if run.finished:
             things = f"Finished, with {things}"
         elif run.planned_steps:
-            # Whether its process still works is not in the log: the step it came to is.
+            # The log does not show whether the process is still running, only the step it has reached.
             things = f"At step {run.steps} of {run.planned_steps}, with {things}"
         return "watch", f"{things}. {progress}"
     if not findings:

@@ -1,4 +1,4 @@
-"""What a rule found: how grave it is, a sentence with the numbers, and the cure."""
+"""A finding of a rule: its severity, a sentence with the numbers, and the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 Severity = Literal["bad", "watch", "fine"]
 WORST_FIRST: tuple[Severity, ...] = ("bad", "watch", "fine")
 
-# With fewer points than this a trend cannot be told from chance.
+# With fewer points a trend cannot be distinguished from chance.
 ENOUGH = 12
 
 
@@ -20,11 +20,11 @@ class Finding:
     says: str
     cure: str = ""
     step: int | None = None
-    """Where it begins: marked in the plot of the reward."""
+    """The step at which it begins: marked in the plot of the reward."""
 
 
 def percent(share: float) -> str:
-    # Neither a small share nor a small rest is rounded away.
+    # Small shares, and shares close to 1, are not rounded to 0 or 100.
     digits = 1 if 0 < share < 0.0995 or 0.99 < share < 1 else 0
     return "nan" if math.isnan(share) else f"{100 * share:.{digits}f} %"
 
@@ -34,7 +34,7 @@ def number(value: float) -> str:
 
 
 def size(amount: float) -> str:
-    """Of memory: three digits and a unit."""
+    """A memory size with three digits and a unit."""
     unit = 0
     while amount >= 1000 and unit < 4:
         amount, unit = amount / 1024, unit + 1

@@ -1,4 +1,4 @@
-"""A run that another process writes, from its event log: its events as they come, and the live view of them."""
+"""Follows a run of another process through its event log: its events as they are written, and a live view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plaudit.report.source import event_log
 
 
 class Tail:
-    """The events of a log, until the run writes its `end` note, its process is gone, or it is `over` otherwise."""
+    """The events of a log, until the run writes its `end` note, its process exits, or `over` returns true."""
 
     def __init__(self, run: Path, poll_seconds: float = 0.25, over: Callable[[], bool] = lambda: False) -> None:
         self.over = over
@@ -38,19 +38,19 @@ class Tail:
                 elif event["kind"] == "note" and event["text"] == END:
                     self._ended = True
                 yield event
-            # Asked before reading: all that a process wrote before it went has been read now, and no other has begun.
+            # Checked before reading: everything the process wrote before it exited is then read.
             if over and place == before:
                 return
             time.sleep(self.poll_seconds)
 
 
 class Following:
-    """Reads on until the run is over, or the reader presses Ctrl-C."""
+    """Shows the run until it is over, or the user presses Ctrl-C."""
 
     def __init__(self, run: Path, console: Console | None = None, poll_seconds: float = 0.25) -> None:
         self.tail = Tail(run, poll_seconds)
         self._begun = self._now = 0.0
-        # The pace is that of the run, not that of reading its log.
+        # The speed shown is that of the run, not of reading its log.
         self.view = LiveView(run.resolve().name, console, clock=lambda: self._now)
 
     def show(self) -> None:
@@ -59,7 +59,7 @@ class Following:
                 for event in self.tail:
                     self._take(event)
             except KeyboardInterrupt:
-                pass  # the way out of a view of a run that goes on
+                pass  # Ctrl-C closes the view; the run continues
         self.view.close()
 
     def _take(self, event: Event) -> None:
@@ -90,10 +90,10 @@ class Following:
 
 
 def _complete_lines(path: Path, place: int) -> list[tuple[int, Event]]:
-    """The events from this place of the file on, each with the place where it ends.
+    """The events from this offset of the file, each with the offset where it ends.
 
-    A line that is not whole is left for the next time, and nothing of it is kept: when its writer was killed, the next
-    one cuts it off and writes over it.
+    An incomplete line is left for the next call: if its writer was killed, the next writer truncates it and writes over
+    it.
     """
     events = []
     with path.open("rb") as file:
@@ -110,10 +110,10 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # the process belongs to another user
         return True
     try:
-        # One that is over and that nobody has asked after still has its number, in state Z.
+        # A zombie (state Z) has exited, but its parent has not waited for it.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:  # a system without /proc
         return True

@@ -1,4 +1,4 @@
-"""The one figure of a run that a stranger asks for first, in a sentence: how good it was before, how good it is now."""
+"""The headline of a run: a sentence with its main figure, before and after training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plaudit.report.curve import Curve
 from plaudit.report.finding import number, percent
 from plaudit.report.history import HELD_OUT, History
 
-# Held-out figures that are shares: what is counted, and what is said of it. The first that a run has is its headline.
+# Held-out figures that are shares: the subject and predicate of the sentence. The first one a run has is its headline.
 _SHARES = {
     "accuracy": ("its answers to new problems", "right"),
     "accuracy/sums/sampled": ("its answers to new problems", "right"),
@@ -22,7 +22,7 @@ _NUMBERS = {
     "reward": "the reward on new prompts",
     "heldout_loss": "the loss on new examples",
 }
-# Without held-out figures: what the run measured of itself, at first and at the end.
+# Without held-out figures: the run's own metrics, at first and at the end.
 _OWN = {"reward/mean": "the reward", "loss": "the loss"}
 
 _KINDS = {
@@ -44,7 +44,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """words  pieces of the sentence; figures are at odd places        metric  the curve that they are of"""
+    """words  pieces of the sentence; figures are at odd indices      metric  the curve they come from"""
 
     words: tuple[str, ...]
     metric: str
@@ -54,12 +54,12 @@ class Headline:
 
 
 def kind(run: History) -> str:
-    """What runs must share to be compared in one plot, as a heading."""
+    """The kind of run, as a heading: only runs of the same kind are compared in one plot."""
     return _KINDS.get(run.task or ("rl" if run.reinforced else ""), "Learning from examples")
 
 
 def method(run: History) -> str:
-    """What the run did, as one says it after "steps of"."""
+    """The training method, as used in "steps of ..."."""
     name = run.algorithm or run.task or ""
     return _METHODS.get(name, name.upper() if run.algorithm else "training")
 
@@ -92,7 +92,7 @@ def headline(run: History) -> Headline | None:
 
 
 def _began_at_0(curve: Curve) -> bool:
-    """Whether it was first measured before training, and again since."""
+    """Whether it was measured before training, and again later."""
     return len(curve.finite) > 1 and curve.steps[0] == 0
 
 

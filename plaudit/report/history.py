@@ -1,4 +1,4 @@
-"""What a run did, in the form in which all views ask for it."""
+"""The history of a run, in the form used by all views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plaudit.report.source import run_events
 
 HELD_OUT = "heldout/"
 _REST = "other"
-# What the held-out figures of a run mean, in the order in which they are shown.
+# Descriptions of held-out figures, in display order.
 FIGURES = {
     "accuracy": "answers right",
     "truth": "true reward",
@@ -43,7 +43,7 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """task, algorithm, planned_steps, clip_norm and grouped are the recipe's, where the run logged them."""
+    """task, algorithm, planned_steps, clip_norm and grouped come from the recipe, if the run logged it."""
 
     name: str
     curves: Mapping[str, Curve]
@@ -56,15 +56,15 @@ class History:
     planned_steps: int | None = None
     clip_norm: float | None = None
     grouped: bool | None = None
-    """Whether a response is compared with the others to its prompt alone."""
+    """Whether a response is only compared with others to the same prompt."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """How held-out prompts are answered: how many, samples of each, temperature, top_p, top_k, max_tokens."""
+    """The sampling of held-out prompts: how many, samples of each, temperature, top_p, top_k, max_tokens."""
     changes: Sequence[Event] = ()
-    """Settings with which a resumed run went on, other than those it was begun with."""
+    """Settings changed when the run was resumed."""
     finished: bool = False
-    """Whether its last process came to the end; else it is at work still, or was stopped."""
+    """Whether its last process finished; otherwise it is still running, or was stopped."""
     proof: Sequence[str] = ()
-    """Its hashes, and what `plaudit verify` said, in sentences."""
+    """Its hashes, and the result of `plaudit verify`, as text."""
 
     @property
     def steps(self) -> int:
@@ -72,36 +72,36 @@ class History:
 
     @property
     def reinforced(self) -> bool:
-        """Whether this is a run against rewards; else it learned from examples."""
+        """Whether this is an RL run; otherwise it learned from examples."""
         return "reward/mean" in self.curves
 
     @property
     def right(self) -> Curve | None:
-        """The share of samples that are right, where it is known."""
+        """The share of samples that are right, if known."""
         return self.curve("accuracy", f"{HELD_OUT}accuracy")
 
     @property
     def level(self) -> float | None:
-        """How good the samples are at the end, from 0 to 1: the share that is right, else where the mean reward lies
-        between the least and the greatest; None where rewards never differed."""
+        """The quality of the samples at the end, from 0 to 1: the share that is right, otherwise the position of the
+        mean reward between the minimum and the maximum; None if rewards never differed."""
         if right := self.right:
             return right.late()
         mean, greatest, least = self.curve("reward/mean"), self.curve("reward/max"), self.curve("reward/min")
         if mean is None or greatest is None or least is None:
             return None
         bottom, top = min(least.finite), max(greatest.finite)
-        if bottom >= 0 and top <= 1:  # what rules pay: where nobody got 1, the greatest that was seen says little
+        if bottom >= 0 and top <= 1:  # typical rewards of rules: if none reached 1, the maximum seen says little
             return mean.late()
         return (mean.late() - bottom) / (top - bottom) if top > bottom else None
 
     @property
     def truth(self) -> Curve | None:
-        """The share of samples that are right, where the world knows it; else what the recipe's [truth] gives."""
+        """The share of samples that are right, if the world knows it; otherwise the value of the recipe's [truth]."""
         return self.curve("accuracy", f"{HELD_OUT}accuracy", f"{HELD_OUT}truth")
 
     @property
     def saturated(self) -> bool:
-        """Whether the mean reward has come within a thirtieth of the range to the greatest reward seen."""
+        """Whether the mean reward is within a thirtieth of the range from the maximum reward seen."""
         mean, greatest, least = self.curve("reward/mean"), self.curve("reward/max"), self.curve("reward/min")
         if mean is None or greatest is None:
             return False
@@ -110,14 +110,14 @@ class History:
         return top > bottom and top - mean.late() <= (top - bottom) / 30
 
     def curve(self, *names: str) -> Curve | None:
-        """The first of these that has a finite value."""
+        """The first of these curves that has a finite value."""
         return next((curve for name in names if (curve := self.curves.get(name)) and curve.finite), None)
 
     def held_out(self) -> dict[str, Curve]:
         return {name.removeprefix(HELD_OUT): c for name, c in self.curves.items() if name.startswith(HELD_OUT)}
 
     def evaluated(self) -> str:
-        """In words, how its held-out figures were made; "" where the run did not say."""
+        """How its held-out figures were sampled, as text; "" if not logged."""
         how = self.evaluation
         if not how:
             return ""
@@ -128,7 +128,7 @@ class History:
         return f"{how['prompts']:,} prompts, {answers} to each: {drawn}, at most {how['max_tokens']:,} tokens"
 
     def phases(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, seconds) of every phase of a step; what no phase accounts for is `other`. Longest phase first."""
+        """(step, seconds) of every phase of a step; the time outside all phases is `other`. Longest phase first."""
         phases = {
             name.removeprefix("time/"): [(s, v) for s, v in zip(c.steps, c.values, strict=True) if math.isfinite(v)]
             for name, c in self.curves.items()
@@ -145,7 +145,7 @@ class History:
         return dict(sorted(lasted.items(), key=lambda item: -sum(seconds for _, seconds in item[1])))
 
     def time_split(self) -> dict[str, float]:
-        """Seconds of every phase over the run, longest first; the spans of a run that has no `time/` figures."""
+        """Seconds of every phase over the run, longest first; the spans of a run without `time/` figures."""
         split = {name: sum(seconds for _, seconds in points) for name, points in self.phases().items()}
         return split or dict(sorted(self.spans.items(), key=lambda item: -item[1]))
 

@@ -1,4 +1,4 @@
-"""A run against rewards while it is at work: a panel on a terminal, a line every few seconds elsewhere."""
+"""A live view of an RL run: a panel on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plaudit.report.rules.integrity import GAMED, WATCHED
 Metrics = Mapping[str, float]
 Seconds = Callable[[], float]
 
-# Metric, what it is called in the panel and in a line, how it is written.
+# Metric, its name in the panel and in a line, its format.
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", number),
     ("accuracy", "right", percent),
@@ -40,7 +40,7 @@ SECONDS_PER_LINE, _SECONDS_PER_DRAWING = 5.0, 0.2
 
 
 class LiveView:
-    """Stands where `Progress` stands: `bar` around the run, then `step`, `figures` and `warn` as they come."""
+    """The interface of `Progress`: `bar` around the run, then `step`, `figures` and `warn` as they arrive."""
 
     def __init__(self, title: str, console: Console | None = None, clock: Seconds = time.monotonic) -> None:
         self.title = title
@@ -61,13 +61,13 @@ class LiveView:
         if not self.console.is_terminal:
             yield
             return
-        # Drawn by the thread that brings the numbers, never beside it. What comes last stays on the screen.
+        # Drawn by the thread that provides the numbers, never concurrently. The last state stays on the screen.
         with Live(get_renderable=self.panel, console=self.console, auto_refresh=False) as self._live:
             yield
         self._live = None
 
     def expect(self, done: int, total: int) -> None:
-        """How far the run is, and how far it goes; 0: not known."""
+        """Set the current and the final step; 0: unknown."""
         self._done, self._total = done, total
         self._ticks = [(done, self.clock())]
 
@@ -95,7 +95,7 @@ class LiveView:
         self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
     def _watch(self) -> None:
-        """Warn, once, of a reward that is being gamed."""
+        """Warn once about a reward that is being gamed."""
         curves = {name: Curve(*zip(*points, strict=True)) for name in WATCHED if (points := self._series.get(name))}
         for rule in GAMED:
             finding = rule(History(self.title, curves))
@@ -104,13 +104,13 @@ class LiveView:
                 self.warn(f"{finding.rule}, since about step {finding.step}: {finding.says} {finding.cure}")
 
     def rewind(self, step: int) -> None:
-        """The run has gone back to this step: what came after it is void."""
+        """The run has returned to this step: later figures are discarded."""
         for name, points in self._series.items():
             self._series[name] = [(at, value) for at, value in points if at <= step]
         self.expect(step, self._total)
 
     def close(self) -> None:
-        """Off a terminal the last state is told too, however soon it came after the line before it."""
+        """Print the last state if not on a terminal."""
         if not self.console.is_terminal:
             self._print(self.line())
 
@@ -152,7 +152,7 @@ class LiveView:
         return parts
 
     def _phases(self) -> list[Text]:
-        """Where the time of the last steps went: a bar of its phases, and their names."""
+        """The time of the last steps: a bar of its phases, and their names."""
         spent = {
             name.removeprefix("time/"): sum(value for _, value in points[-_RECENT:] if math.isfinite(value))
             for name, points in self._series.items()

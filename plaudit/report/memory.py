@@ -1,4 +1,4 @@
-"""What memory held along a run, device by device, and who filled it."""
+"""Memory use of a run by device and owner."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from plaudit.events import Event
 from plaudit.report.finding import percent, size
 
-# From the bottom of the picture to its top; owners that are not named here follow.
+# The order from the bottom of the picture to its top; other owners follow.
 ORDER = (
     "program", "unaccounted", "policy weights", "policy shards", "policy masters", "policy optimizer",
     "policy gradients", "reference weights", "teacher weights", "critic weights", "critic masters",
     "critic optimizer", "critic gradients", "reward weights", "channel buffers", "KV", "activations",
 )  # fmt: skip
-_NOBODY = {"program": "are the program itself", "unaccounted": "have no owner that is known"}
+_NOBODY = {"program": "are the program itself", "unaccounted": "have no known owner"}
 NOBODY = tuple(_NOBODY)
-_OUTSIDE = ("evaluate", "checkpoint")  # of a step
-_MUCH = 0.3  # of a device's memory: below that there is no need to save
+_OUTSIDE = ("evaluate", "checkpoint")  # phases outside of a step
+_MUCH = 0.3  # share of a device's memory below which no advice is given
 _NAMED = 3
 
-# Which owners a phase works with; others are idle in it. A phase that is not named here says nothing of anybody.
+# Owners that a phase uses; the others are idle in it. Phases not listed here count as unknown.
 _WORK = {
     "generate": ("policy weights", "KV"),
     "reward": ("reward",),
@@ -34,13 +34,13 @@ _WORK = {
 _LESS = {
     "activations": "lower train.micro_batch_tokens, or set model.recompute = true",
     "KV": "lower engine.kv_bytes",
-    "gradients": "train fewer weights (model.lora), or share them out (resources.data_parallel)",
+    "gradients": "train fewer weights (model.lora), or shard them (resources.data_parallel)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """One phase of one step: bytes by owner at its start, at its fullest and at its end."""
+    """One phase of one step: bytes by owner at its start, at its peak and at its end."""
 
     phase: str
     step: int | None
@@ -63,7 +63,7 @@ class Timeline:
     name: str
     phases: Sequence[PhaseMemory]
     planned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes by phase and owner that the run expected when it began."""
+    """Bytes by phase and owner that were planned at the start of the run."""
 
     @property
     def owners(self) -> list[str]:
@@ -75,7 +75,8 @@ class Timeline:
         return max(self.phases, key=lambda usage: usage.total)
 
     def cycle(self) -> list[PhaseMemory]:
-        """The phases of the step that has the peak, from its generation to the next; without evaluations and saves."""
+        """The phases of the step with the peak, from its generation to the next, without evaluations and
+        checkpoints."""
         peak = self.peak
         of_step = [usage for usage in self.phases if usage.step == peak.step]
         names: dict[str, PhaseMemory] = {}
@@ -85,7 +86,7 @@ class Timeline:
         return list(names.values())
 
     def by_phase(self) -> dict[str, PhaseMemory]:
-        """Each phase at its fullest."""
+        """Each phase at its peak."""
         fullest: dict[str, PhaseMemory] = {}
         for usage in self.phases:
             if usage.phase not in fullest or usage.total > fullest[usage.phase].total:
@@ -93,7 +94,7 @@ class Timeline:
         return dict(sorted(fullest.items(), key=lambda item: item[0] in _OUTSIDE))
 
     def bottleneck(self) -> str:
-        """Where the peak is, and who makes it."""
+        """Where the peak is, and its largest owners."""
         peak = self.peak
         where = f"{peak.phase} of step {peak.step}" if peak.step is not None else peak.phase
         share = f" ({percent(peak.total / peak.capacity)} of {size(peak.capacity)})" if peak.capacity else ""
@@ -105,7 +106,7 @@ class Timeline:
         return f"Memory is fullest in {where}: {size(peak.total)}{share}. Largest: {most}{beside}."
 
     def idle(self) -> dict[str, int]:
-        """Owners that only wait while the peak lasts."""
+        """Owners that are idle during the peak."""
         work = _WORK.get(self.peak.phase)
         if work is None:
             return {}
@@ -116,15 +117,15 @@ class Timeline:
         }
 
     def cure(self) -> str:
-        """What would lower the peak; nothing where there is room enough."""
+        """A way to lower the peak; empty if there is enough memory."""
         if self.peak.capacity is not None and self.peak.total < _MUCH * self.peak.capacity:
             return ""
         idle = self.idle()
         if sum(idle.values()) >= 0.1 * self.peak.total:
             waiting = ", ".join(name for name, _ in sorted(idle.items(), key=lambda item: -item[1]))
             return (
-                f'{size(sum(idle.values()))} of it wait there ({waiting}): placement.name = "swapped" moves them out '
-                "of the way."
+                f'{size(sum(idle.values()))} of it are idle there ({waiting}): placement.name = "swapped" offloads '
+                "them."
             )
         owner = max(
             (name for name in self.peak.fullest if name not in NOBODY), key=self.peak.fullest.__getitem__, default=""
@@ -134,7 +135,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event], plans: Sequence[Event] = ()) -> list[Timeline]:
-    """Of every device and process that logged its memory. The last plan is of the process that learns."""
+    """Timelines of every device and process that logged its memory. The last plan is that of the learner's process."""
     expected = plans[-1].get("memory", {}) if plans else {}
     planned = {phase: _counts(owners) for phase, owners in expected.items()}
     phases: dict[str, list[PhaseMemory]] = {}

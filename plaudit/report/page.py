@@ -1,4 +1,4 @@
-"""One HTML page about runs: complete in itself, nothing from the network, nothing in it that a sample could start."""
+"""A self-contained HTML page about runs: loads nothing from the network, and samples cannot run scripts in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plaudit.report.headline import headline, kind, method
 from plaudit.report.history import FIGURES, History
 from plaudit.report.memory import PhaseMemory, Timeline
 
-# Bounds on what one page carries, so that a long run gives a page a browser opens at once.
+# Limits of the data on one page, so that a browser opens the page of a long run quickly.
 MOST_POINTS, MOST_STRIPES, MOST_MEMORY, MOST_SAMPLE_TOKENS = 1000, 200, 600, 200_000
 
 _SAMPLE_FIELDS = (
@@ -34,7 +34,7 @@ def render_page(runs: Sequence[History]) -> str:
 
 
 def live_page() -> str:
-    """The page without a run: it asks the server it came from for one, and asks again."""
+    """The page without data: it polls the server it was loaded from."""
     return filled(_TEMPLATE.read_text(encoding="utf-8").replace(_MAY_ASK, "; connect-src 'self'"), {"live": True})
 
 
@@ -43,14 +43,14 @@ def page_data(runs: Sequence[History]) -> dict[str, Any]:
 
 
 def filled(template: str, data: Mapping[str, Any]) -> str:
-    """A page with its data. The browser runs the page's own script and no other, wherever a text may come to stand."""
+    """A page with its data. The browser runs only the page's own script, whatever texts contain."""
     script = template.split("<script>")[1].split("</script>")[0]
     own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return template.replace(_POLICY, own).replace(_DATA, _embedded(data))
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element: no character in it can end the element or begin another."""
+    """JSON that is safe in a script element: no character in it can end the element or begin another."""
     return as_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -59,7 +59,7 @@ def as_json(data: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers to six digits; what is no finite number is null."""
+    """Numbers rounded to six digits; non-finite numbers become null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -101,7 +101,7 @@ def _points(run: History, name: str) -> list[Sequence[float]]:
 
 
 def _stripes(run: History) -> dict[str, Any]:
-    """Seconds of every phase along the run, as means over stretches of steps: the layers of a stacked area."""
+    """Seconds of every phase along the run, as means over intervals of steps: the layers of a stacked area."""
     phases = run.phases()
     steps = sorted({step for points in phases.values() for step, _ in points})
     if not steps:
@@ -141,14 +141,14 @@ def _moment(usage: PhaseMemory) -> dict[str, Any]:
 
 
 def _thinned(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
-    """The fullest moment of each stretch."""
+    """The phase with the most memory of each interval."""
     count = min(MOST_MEMORY, len(phases))
     stretches = [phases[i * len(phases) // count : (i + 1) * len(phases) // count] for i in range(count)]
     return [max(stretch, key=lambda usage: usage.total) for stretch in stretches]
 
 
 def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """All samples of a short run; of a long one those of evenly chosen steps, the first and the last among them."""
+    """All samples of a short run; of a long one those of evenly spaced steps, including the first and the last."""
     by_step: dict[int, list[Event]] = {}
     for event in events:
         by_step.setdefault(event.get("step", 0), []).append(event)
@@ -162,7 +162,7 @@ def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 def _sample(event: Event) -> dict[str, Any]:
     kept = {"step": 0, **{key: event[key] for key in _SAMPLE_FIELDS if key in event}}
-    # A number that is not finite is a string in the log.
+    # Non-finite numbers are strings in the log.
     if kept.get("reward") is not None:
         kept["reward"] = float(kept["reward"])
     for key in _PER_TOKEN:

@@ -1,4 +1,4 @@
-"""Forward a run's metrics to a tracker. Each sink is a thin reader of the event log: training knows nothing of them."""
+"""Forwards a run's metrics to a tracker. Each sink reads the event log: training does not depend on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sink(Protocol):
 
 
 class Tensorboard:
-    """Event files beside the run's own, for `tensorboard --logdir runs`."""
+    """Event files in the run directory, for `tensorboard --logdir runs`."""
 
     def __init__(self, run: Path) -> None:
         self.writer = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run / "tensorboard"))
@@ -37,13 +37,13 @@ class Tensorboard:
 
 
 class Tracker:
-    """wandb and trackio share one interface."""
+    """wandb and trackio have the same interface."""
 
     def __init__(self, package: str, run: Path) -> None:
         self.module = _need(package, package)
         try:
             self.module.init(project="plaudit", name=run.resolve().name, config=tomllib.loads(_recipe(run)))
-        except Exception as error:  # a tracker's own errors: no key, no network, no disk
+        except Exception as error:  # errors of a tracker: no key, no network, no disk space
             reason = " ".join(str(error).split())
             raise ConfigError(f"{package} did not start: {reason or type(error).__name__}") from error
 
@@ -62,7 +62,7 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
 
 
 def forward(run: Path, name: str) -> int:
-    """Send the metrics of a run to the tracker of that name; returns how many steps had some."""
+    """Send the metrics of a run to the tracker of that name; returns the number of steps with metrics."""
     check_tracker(name)
     by_step: dict[int, tuple[dict[str, float], float]] = {}
     for event in run_events(run):
@@ -77,7 +77,7 @@ def forward(run: Path, name: str) -> int:
 
 
 def follow(run: Path, name: str, over: Callable[[], bool] = lambda: False) -> int:
-    """The same while the run is at work, until it is over: every metric as soon as it is in the log."""
+    """The same during the run, until it is over: every metric as soon as it is logged."""
     check_tracker(name)
     sink, begun, steps = SINKS[name](run), 0.0, set()
     try:
@@ -94,7 +94,7 @@ def follow(run: Path, name: str, over: Callable[[], bool] = lambda: False) -> in
 
 
 def check_tracker(name: str) -> None:
-    """Before a run begins: whether there is such a tracker, and whether it is installed."""
+    """Check before a run begins that the tracker exists and is installed."""
     if name not in SINKS:
         raise ConfigError(f"unknown tracker {name!r}; {nearest(name, SINKS)}")
     if importlib.util.find_spec(name) is None:

@@ -1,4 +1,4 @@
-"""The events of a run directory, or a plain word that it is none."""
+"""Reads the events of a run directory; a clear error if it is not one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plaudit.events import Event, read_events
 def event_log(run: Path) -> Path:
     path = run / "events.jsonl"
     if not path.is_file():
-        raise RunError(f"{run} is not a run directory: it has no events.jsonl; `plaudit train RECIPE` makes one")
+        raise RunError(f"{run} is not a run directory: it has no events.jsonl; `plaudit train RECIPE` creates one")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Runs in the terminal: where each came to, how its curves went, what is wrong with it."""
+"""Prints runs in the terminal: final figures, curves and diagnosis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plaudit.report.searches.searches import Searched
 
 COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}
 
-# What is drawn of a run against rewards, with what it is called.
+# Curves of an RL run, with their labels.
 _CURVES = {
     "reward/mean": "reward",
     "accuracy": "answers right",
@@ -25,7 +25,7 @@ _CURVES = {
     "policy/entropy": "entropy",
     "length/mean": "length",
 }
-# And where it was held against the truth.
+# Additional curves of a run with a truth.
 _BESIDE_TRUTH = {"heldout/reward": "held-out", "heldout/truth": "its truth"}
 _PHASES, _OWNERS = 4, 4
 
@@ -50,7 +50,7 @@ def print_report(runs: Sequence[History], console: Console | None = None) -> Non
 
 
 def _figures(run: History) -> list[tuple[str, str]]:
-    """Each held-out figure: the last, and before it the first where there were several."""
+    """Each held-out figure: the last, preceded by the first if there are several."""
     figures = {name: curve for name, curve in run.held_out().items() if len(curve)}
     names = [*(name for name in FIGURES if name in figures), *sorted(set(figures) - set(FIGURES))]
     return [(FIGURES.get(name, name), _first_and_last(figures[name])) for name in names]
@@ -88,7 +88,7 @@ def print_memory(runs: Sequence[History], console: Console | None = None) -> Non
 
 
 def _memory(run: History, line: Timeline) -> Table:
-    """Each phase at its fullest; the owners that never hold much are added up."""
+    """Each phase at its peak; small owners are added up."""
     phases = line.by_phase()
     owners = [owner for owner in line.owners if owner not in NOBODY]
     most = {owner: max(usage.fullest.get(owner, 0) for usage in phases.values()) for owner in owners}
@@ -126,7 +126,7 @@ def _print_diagnosis(run: History, console: Console) -> None:
 
 
 def print_searches(runs: Sequence[Searched], console: Console | None = None) -> None:
-    """Searches side by side: what they found, and what a question cost."""
+    """Searches side by side: their accuracy, and the cost of a question."""
     console = console or Console()
     table = Table(title="per question", title_style="dim", title_justify="left", box=None, pad_edge=False)
     table.add_column("run")
@@ -142,6 +142,6 @@ def print_searches(runs: Sequence[Searched], console: Console | None = None) -> 
     console.print(table)
     for run in runs:
         if not run.figures.get("answered", 1):
-            console.print(f"[red]{run.name}: no path of any question gave an answer")
+            console.print(f"[red]{run.name}: no path of any question ended in an answer")
         if run.figures.get("failed"):
-            console.print(f"[red]{run.name}: {count(run.figures['failed'], 'question')} failed; --resume tries again")
+            console.print(f"[red]{run.name}: {count(run.figures['failed'], 'question')} failed; retry with --resume")

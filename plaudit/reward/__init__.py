@@ -1,4 +1,4 @@
-"""What a score is: outcome, process, rules, judges, blends. Names resolve on first use: most of them need no torch."""
+"""Rewards: outcome and process models, rules, judges, blends. Names are imported on first use: most need no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several rewards as one number."""
+"""Combines several rewards to one score."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from plaudit.reward.version import joined
 
 
 def combine(table: BlendTable, results: Mapping[str, Result]) -> Score:
-    """Of one item. A process model counts with its aggregate. If a member failed, so does this."""
+    """The combined score of one item. A process model contributes its aggregate. If a member failed, the blend
+    fails."""
     values: dict[str, float] = {}
     for name in table.members:
         result = results[name]
@@ -24,7 +25,7 @@ def combine(table: BlendTable, results: Mapping[str, Result]) -> Score:
         values[name] = value
     blended = _blended(table, values)
     if not math.isfinite(blended):
-        return Score(error=ItemError("nonfinite_score", "the blend of finite scores is not a finite number"))
+        return Score(error=ItemError("nonfinite_score", "the weighted sum of the members' finite scores is not finite"))
     return Score(
         blended, attributes=values, version=joined((r.version for r in results.values() if r.version), table),
         truncated=any(r.truncated for r in results.values()), tokens=sum(r.tokens for r in results.values()),

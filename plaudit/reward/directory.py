@@ -1,4 +1,4 @@
-"""What a model directory says of its scores: `reward.toml`, or else its architecture. Torch-free."""
+"""How a model directory is scored: from its `reward.toml`, otherwise from its architecture. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
 
 
 def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
-    """The reward that `tree` means. What it leaves out about a model, the model's directory may say."""
+    """The reward table for `tree`, completed with what the model's directory specifies."""
     if "path" not in tree or tree.get("kind", "outcome") not in ("outcome", "process"):
         return parse_reward(tree, source)
     directory = resolve(str(tree["path"]))
@@ -32,8 +32,8 @@ def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
     if not own and "kind" not in tree:
         if "format" not in tree:
             raise ConfigError(
-                f"{directory} holds {_architecture(directory)}, which does not say how it scores; a causal LM that "
-                'judges steps needs kind = "process" and a format, for instance format = "math-shepherd"'
+                f"{directory} has {_architecture(directory)}, which does not define a score; a causal LM that "
+                'scores steps needs kind = "process" and a format, for example format = "math-shepherd"'
             )
         own = {"kind": "process"}
     same = tree.get("kind", own.get("kind")) == own.get("kind")
@@ -41,13 +41,13 @@ def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
 
 
 def only_predicts(path: str) -> bool:
-    """Whether a directory holds a causal LM and nothing that says how it scores."""
+    """Whether a directory has a causal LM and no reward.toml that defines a score."""
     directory = resolve(path)
     return not _own(directory) and _architecture(directory).endswith(CAUSAL)
 
 
 def _own(directory: Path) -> dict[str, Any]:
-    """What the directory says itself; nothing for a causal LM."""
+    """The settings in the directory; empty for a causal LM."""
     file = directory / REWARD_TOML
     if file.is_file():
         return read_reward_toml(file)
@@ -64,7 +64,7 @@ def _architecture(directory: Path) -> str:
 
 
 def _over(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` laid over `own`; of a format, key by key."""
+    """`given` merged over `own`; a format is merged key by key."""
     merged = {**own, **overrides}
     if isinstance(own.get("format"), Mapping) and isinstance(overrides.get("format"), Mapping):
         merged["format"] = {**own["format"], **overrides["format"]}

@@ -1,4 +1,4 @@
-"""What an encoder with a class head reads: a text, or a prompt and its response as its tokenizer writes a pair."""
+"""Prepares the input of an encoder with a classification head: a text, or a pair of prompt and response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EncoderReading(OutcomeReading):
     ) -> None:
         if table.pool != "last":
             raise ConfigError(
-                f'pool = "{table.pool}", but {facts.name} is an encoder, whose own head pools; leave it out'
+                f'pool = "{table.pool}", but {facts.name} is an encoder, whose head does the pooling; remove it'
             )
         super().__init__(table.model_copy(update={"end": False}), tokenizer, facts, each_label=each_label)
 
@@ -31,12 +31,12 @@ class EncoderReading(OutcomeReading):
         limit = self.intake.limit
         whole = self._written(item, Cut())
         if len(whole) > limit and item.truncate is None:
-            self.intake.cut(whole, 0, 0, None)  # which refuses it
+            self.intake.cut(whole, 0, 0, None)  # raises Refused
         tokens = whole if len(whole) <= limit else self._written(item, Cut(limit, item.truncate or "right"))
         return Work(tokens, (0,), None, 0, len(whole) > limit, types=tokens.types)
 
     def prerender(self, items: Sequence[Item]) -> None:
-        """Nothing is rendered."""
+        """Does nothing: encoders have no chat template."""
 
     def _written(self, item: Item, cut: Cut) -> TypedTokens:
         if item.tokens is not None:
@@ -44,7 +44,7 @@ class EncoderReading(OutcomeReading):
             return fitted(ids, None, [0] * len(ids), cut)
         if item.text is not None:
             if item.text == "":
-                raise Refused("empty", "the text is empty; give it at least one character")
+                raise Refused("empty", "the text is empty; expected at least one character")
             return self._rendered(item.text, cut)
         if item.messages is not None:
             return self._literal((_question(item.messages[:-1]), self.intake.answer(item.messages)), cut)
@@ -54,7 +54,8 @@ class EncoderReading(OutcomeReading):
         return self._literal((prompt, item.response if isinstance(item.response, str) else joined(item.response)), cut)
 
     def _rendered(self, text: str, cut: Cut) -> TypedTokens:
-        """Control strings are control tokens, and the tokenizer adds what it adds."""
+        """Tokenises a rendered text: control strings become control tokens, and the tokenizer adds its special
+        tokens."""
         try:
             refuse_surrogates(text)
         except RequestError as error:
@@ -64,7 +65,8 @@ class EncoderReading(OutcomeReading):
         return fitted(encoding["input_ids"], types, encoding.sequence_ids(), cut)
 
     def _literal(self, texts: tuple[str, str], cut: Cut) -> TypedTokens:
-        """As the tokenizer writes them, but nothing in them is a control token."""
+        """Tokenises plain texts: the tokenizer adds its special tokens, but control strings in the texts are plain
+        text."""
         codec = codec_of(self.intake.tokenizer)
         try:
             refuse_surrogates("".join(texts))
@@ -75,17 +77,18 @@ class EncoderReading(OutcomeReading):
         inside = {token for token, part in zip(encoding.ids, parts, strict=True) if part is not None}
         if posing := codec.forbidden & inside:
             name = codec.controls[min(posing)]
-            raise Refused("bad_text", f"the text yields the control token {name!r}; remove it")
+            raise Refused("bad_text", f"the text contains the control token {name!r}; remove it")
         return fitted(encoding.ids, encoding.type_ids if self.facts.typed else None, parts, cut)
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What an answer is to. An encoder reads two texts, so that there is no place for more."""
+    """The question before the answer. An encoder reads two texts, so only one message is allowed."""
     content = messages[0].get("content") if len(messages) == 1 else None
     if not isinstance(content, str):
         raise Refused(
-            "unsupported_form", f"{len(messages)} messages before the answer, and an encoder reads a question and an "
-            "answer: give one message of text before the answer, or prompt and response",
+            "unsupported_form", f"{len(messages)} messages before the answer, but an encoder reads one question and "
+            "one "
+            "answer: send one text message before the answer, or prompt and response",
         )  # fmt: skip
     return content
 

@@ -1,4 +1,4 @@
-"""Rewards from their tables."""
+"""Loads rewards from their tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from plaudit.reward.work import ModelInfo
 
 
 def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTable] | None = None) -> Reward:
-    """The reward of a table, of a model directory, or of an embedded model's name. A blend looks up its `members`."""
+    """Loads the reward of a table, a model directory, or an embedded model's name. A blend takes its `members`."""
     table = complete({"path": str(source)}, str(source)) if isinstance(source, str | Path) else source
     if isinstance(table, OutcomeTable | ProcessTable):
         model, facts, tokenizer, version = load_model(table)
@@ -66,16 +66,16 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
     if isinstance(table, JudgeTable):
         return JudgeReward(Judge(table), new_ask(table))
     if isinstance(table, LogprobsTable | EmbeddingTable):
-        raise ConfigError(f'{table.path} has kind = "{table.kind}" and gives no score; `plaudit serve` can serve it')
+        raise ConfigError(f'{table.path} has kind = "{table.kind}", which has no score; serve it with `plaudit serve`')
     available = members or {}
     for name in table.members:
         if name not in available:
-            raise ConfigError(f"the blend has the member {name!r}, which is not there; {nearest(name, available)}")
+            raise ConfigError(f"the blend's member {name!r} does not exist; {nearest(name, available)}")
     return BlendReward(table, {name: load_reward(available[name], _without(available, name)) for name in table.members})
 
 
 def _without(tables: Mapping[str, RewardTable], name: str) -> dict[str, RewardTable]:
-    """So that a blend cannot have itself as a member, at any depth."""
+    """The tables without `name`, so that a blend cannot contain itself, at any depth."""
     return {other: table for other, table in tables.items() if other != name}
 
 
@@ -95,7 +95,7 @@ def new_reading(
 
 
 class ModelRanks(Protocol):
-    """The processes that share a model, as its loader sees them."""
+    """The ranks that share a model, as used by its loader."""
 
     @property
     def place(self) -> RankPosition: ...
@@ -104,31 +104,31 @@ class ModelRanks(Protocol):
     def device(self) -> str: ...
 
     def meet(self, hashes: Mapping[str, str]) -> RankGroups:
-        """Once all have loaded, and found the same in the files that they have in common."""
+        """Called after loading; checks that all ranks have the same hashes for files they share."""
 
 
 def load_worker(
     table: RewardTable, ranks: ModelRanks | None = None
 ) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:  # fmt: skip
-    """As `load_model`, for those who need an engine."""
+    """`load_model` for models that run on the engine; raises ModelError for an encoder."""
     model, *others = load_model(table, ranks)
     if isinstance(model, TextClassifier):
-        raise ModelError(f"{model.name} is an encoder, and this needs a model that the core runs: a decoder")
+        raise ModelError(f"{model.name} is an encoder, but this needs a decoder, which the engine can run")
     return model, *others
 
 
 def load_model(
     table: RewardTable, ranks: ModelRanks | None = None
 ) -> tuple[Engine | TextClassifier, ModelInfo, PreTrainedTokenizerFast, str]:  # fmt: skip
-    """The engine, or an encoder with a class head, which needs none; what the model is, its tokenizer, and the hash in
-    its version (`reward.version`). With `ranks` this is rank 0, which has the engine."""
+    """Loads the engine (or a classifier, for an encoder), the model's information, its tokenizer, and the hash of its
+    version (`reward.version`). With `ranks` this is rank 0, which has the engine."""
     if isinstance(table, JudgeTable) and table.path is not None:
         loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
         engine = Engine(loaded.module, loaded.tokenizer)
         digest = model_digest(table, file_hashes(model_files(loaded.path)), tokenizer_parts(loaded.tokenizer))
         return engine, _facts(loaded, engine), loaded.tokenizer, digest
     if not isinstance(table, ReadByEngine):
-        raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
+        raise ConfigError(f"a reward of kind {table.kind!r} has no model to load; expected outcome or process")
     if table.threads is not None:
         torch.set_num_threads(table.threads)
     channel = None
@@ -151,11 +151,11 @@ def load_model(
 
 @dataclass(frozen=True)
 class LoadedPart:
-    """One rank's part of a model, and nothing else of it in memory.
+    """One rank's shard of a model; nothing else is in memory.
 
-    whole    the model that it is a part of, without weights
-    cuts     where its smaller tensors lie in those of the whole
-    hashes   of the files that it read
+    whole    the whole model, without weights
+    cuts     the offsets of its sharded tensors in those of the whole model
+    hashes   of the files it has read
     channel  to the other ranks
     """
 
@@ -170,14 +170,14 @@ def load_part(
     table: ReadByEngine, ranks: ModelRanks, *, replaced: bool = False,
     prepare: Callable[[nn.Module], object] = lambda _: None,
 ) -> LoadedPart:  # fmt: skip
-    """`replaced`: other weights come before anything is computed, so that it does not matter what the files have.
-    `prepare` is called with the whole model, which has no weights."""
+    """Loads a rank's shard. `replaced`: the weights are replaced before anything is computed, so the files' content
+    does not matter. `prepare` is called with the whole model, which has no weights."""
     place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
     prepare(whole.module)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
     fill(module, whole.read, cuts, ranks.device)
-    # Rank 0 has looked at every file, and each of the others at those that its part comes from.
+    # Rank 0 checks every file, the others only those with their shard.
     if replaced:
         files = [whole.path / CONFIG]
     else:
@@ -194,12 +194,12 @@ def load_part(
 
 
 def model_files(directory: Path) -> list[Path]:
-    """Weights and config."""
+    """The weight files and the config."""
     return [*sorted(directory.glob("*.safetensors")), directory / CONFIG]
 
 
 def file_hashes(files: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 by name."""
+    """SHA-256 by file name."""
     hashes: dict[str, str] = {}
     for file in files:
         with file.open("rb") as stream:
@@ -223,7 +223,7 @@ def _facts(loaded: Loaded, engine: Engine) -> ModelInfo:
 
 def _encoder_facts(classifier: TextClassifier, table: OutcomeTable) -> ModelInfo:
     if table.kv_bytes is not None:
-        raise ConfigError(f"kv_bytes is set, but {classifier.name} is an encoder, which keeps no KV; leave it out")
+        raise ConfigError(f"kv_bytes is set, but {classifier.name} is an encoder, which has no KV cache; remove it")
     return ModelInfo(
         classifier.name, classifier.config.vocab_size, classifier.limit, classifier.labels, causal=False, encoder=True,
         typed=classifier.typed, multi_label=classifier.config.problem_type == "multi_label_classification",
@@ -236,6 +236,6 @@ def _check_tiled(module: nn.Module, form: FormatTable) -> None:
     count, period = head.weight.shape[0], len(form.columns)
     if count % period or not torch.equal(head.weight, rows.repeat(count // period, 1)):
         raise ModelError(
-            f"the format reads columns {list(form.columns)} for all of the vocabulary, but the head's rows do not "
+            f"the format reads columns {list(form.columns)} for the whole vocabulary, but the head's rows do not "
             "repeat them; give an inline format with the columns this model was trained on"
         )

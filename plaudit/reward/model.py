@@ -1,4 +1,4 @@
-"""A reward model in this process."""
+"""A reward model that runs in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plaudit.reward.work import Work
 
 
 class _ReadReward(ABC):
-    """Items to works, works to rows, rows to scores; the rows come from `_rows`."""
+    """Converts items to works and the model's rows to scores; subclasses compute the rows in `_rows`."""
 
     def __init__(self, reading: OutcomeReading | ProcessReading, version: str) -> None:
         self.reading = reading
@@ -29,7 +29,7 @@ class _ReadReward(ABC):
 
     @abstractmethod
     def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:
-        """Per work, (positions, values)."""
+        """(positions, values) for each work."""
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         self.reading.prerender(items)
@@ -39,7 +39,7 @@ class _ReadReward(ABC):
         return [self._finish(work, next(values)) if isinstance(work, Work) else self._failed(work) for work in prepared]
 
     def close(self) -> None:  # noqa: B027 (neither kind has anything to close)
-        """The model's memory goes with the object."""
+        """The model's memory is freed with the object."""
 
     def _prepare(self, item: Item) -> Work | ItemError:
         try:
@@ -54,7 +54,7 @@ class _ReadReward(ABC):
             with self._lock:
                 return [*self._rows(works)]
         except RequestError as error:
-            if len(works) > 1:  # one bad item must not cost the others their scores
+            if len(works) > 1:  # one bad item must not fail the others
                 return [value for work in works for value in self._read([work])]
             finite = "not finite" not in str(error)
             return [ItemError("scoring_failed" if finite else "nonfinite_score", str(error))]
@@ -70,7 +70,7 @@ class _ReadReward(ABC):
 
 
 class ModelReward(_ReadReward):
-    """cache: keep the KV of what was scored, so that a later call computes only what is new (a search does this)."""
+    """cache: keep the KV cache between calls, so that a later call computes only new tokens (used by a search)."""
 
     def __init__(
         self, engine: Engine, reading: OutcomeReading | ProcessReading, version: str, *, cache: bool = False
@@ -81,7 +81,7 @@ class ModelReward(_ReadReward):
 
     @property
     def computed(self) -> int:
-        """Tokens, so far."""
+        """The number of tokens computed so far."""
         return self.engine.stats().tokens_computed
 
     def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""A text or a pair of texts as a model's tokenizer writes them, and how they are cut to fit."""
+"""Tokenised texts or pairs of texts, and their truncation to the model's limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from plaudit.reward.work import TypedTokens
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """most   tokens that stay; None: all, and more than the model takes are an error
-    added  whether what the tokenizer adds stays, as transformers cuts; otherwise it is cut like the rest
+    """most   the number of tokens to keep; None: all, and more than the model's limit is an error
+    added  whether special tokens are kept, as transformers does; otherwise they are truncated like the rest
     """
 
     most: int | None = None
@@ -21,7 +21,7 @@ class Cut:
 
 
 def fitted(ids: Sequence[int], types: Sequence[int] | None, parts: Sequence[int | None], cut: Cut) -> TypedTokens:
-    """The tokens that stay, with their types. `parts` says which text each is of: 0, 1, or None where it was added."""
+    """The truncated tokens, with their types. `parts` has each token's text: 0, 1, or None for special tokens."""
     places = list(range(len(ids)))
     if cut.most is not None and len(ids) > cut.most:
         places = _staying(parts, cut.most, cut.side) if cut.added else kept(places, cut.most, cut.side)
@@ -38,8 +38,8 @@ def kept(ids: list[int], most: int | None, side: str) -> list[int]:
 
 
 def _staying(parts: Sequence[int | None], most: int, side: str) -> list[int]:
-    """What the tokenizer added belongs to neither text. It is not told to cut itself: that would change it for
-    others."""
+    """Indices of the tokens to keep. Special tokens belong to neither text. The tokenizer's own truncation is not used,
+    because that setting would affect other users of it."""
     first = [place for place, part in enumerate(parts) if part == 0]
     second = [place for place, part in enumerate(parts) if part == 1]
     left = max(0, most - (len(parts) - len(first) - len(second)))
@@ -49,7 +49,7 @@ def _staying(parts: Sequence[int | None], most: int, side: str) -> list[int]:
 
 
 def _shared(first: int, second: int, total: int) -> tuple[int, int]:
-    """How much of each of two texts stays: the longer one is cut first, as transformers does."""
+    """The number of tokens to keep of each text: the longer one is truncated first, as transformers does."""
     short, long = sorted((first, second))
     long = short if short > total else max(short, total - short)
     if short + long > total:

@@ -1,7 +1,7 @@
-"""A score for every step of a response. Torch-free: the HTTP process runs this, not the model.
+"""Process reward models: a score for every step of a response. Needs no torch, as it runs in the HTTP process.
 
-Where steps end is known from how the input is put together here, never guessed from what it looks like; only inputs
-that come rendered, as text or token ids, are searched for their tags.
+The ends of steps are known from how the input is assembled here, never guessed from the text; only inputs that are
+already rendered, as text or token ids, are searched for step tags.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AGGREGATE: dict[str, Callable[[np.ndarray], float]] = {
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens so far, and where steps are read."""
+    """The tokens assembled so far, and the positions to read."""
 
     tokens: list[int]
     positions: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a chat template writes around the turns of a conversation in which every step is one.
+    """The tokens a chat template writes around the turns of a conversation with one step per turn.
 
     Token ids: `opening` USER `after_user` ASSISTANT `after_assistant` USER `after_user` ASSISTANT ...
     """
@@ -68,7 +68,7 @@ class ProcessReading:
         self.intake = Intake(tokenizer, facts, table.max_tokens, self.format.bos)
         self.columns, self.good = _what_is_read(self.format, tokenizer, facts)
         self.tag = [] if self.format.tag is None else _tag_ids(self.format.tag, tokenizer)
-        # A token that only a tag can be: vocabularies hold some that are not marked as control tokens.
+        # Tokens used only by a tag: some vocabularies have such tokens that are not marked as control tokens.
         self.reserved = bool(self.tag) and self.tag[-1] in tokenizer.added_tokens_decoder
         if self.reserved and self.format.joined:
             raise ConfigError(
@@ -77,8 +77,8 @@ class ProcessReading:
         self.turns = read_turns(tokenizer, self.format.system) if self.format.chat == "turns" else None
         self.end = tokenizer.eos_token_id
         if self.format.end and self.end is None:
-            raise ConfigError(f"format.end = true, but the tokenizer of {facts.name} has no end token; set it to false")
-        # A search sends its paths again and again, each time with a step more.
+            raise ConfigError(f"format.end = true, but the tokenizer of {facts.name} has no EOS token; set it to false")
+        # A search sends its paths repeatedly, each time with one more step.
         self._step = lru_cache(maxsize=STEPS_KEPT)(lambda step: tuple(self.intake.content(step)))
         self._further = lru_cache(maxsize=STEPS_KEPT)(self._one_further)
         self._piece = lru_cache(maxsize=1 << 12)(lambda token: tokenizer.backend_tokenizer.decode([token]))
@@ -87,19 +87,24 @@ class ProcessReading:
         self.intake.refuse_huge(item)
         draft = self._draft(item)
         if not draft.positions:
-            raise Refused("no_steps", f"found no step: nothing ends with {self.format.tag or self.format.split!r}")
+            raise Refused(
+                "no_steps",
+                f"the input has no steps; expected text that ends with {self.format.tag or self.format.split!r}",
+            )
         if draft.positions[0] < 0 or any(b <= a for a, b in pairwise(draft.positions)):
-            raise Refused("bad_steps", "each step needs a token of its own; one is empty or ends in another's token")
+            raise Refused(
+                "bad_steps", "each step must end in a separate token; one is empty or ends in the same token as another"
+            )
         tokens, cut = self.intake.cut(draft.tokens, draft.positions[0], draft.positions[-1], item.truncate)
         positions = tuple(position - cut for position in draft.positions)
         return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))
 
     def grown(self, read: Sequence[int], prompt: Prompt, steps: Sequence[str]) -> Work | None:
-        """What `prepare` makes of a response of these steps with its last alone to be read, from the tokens that were
-        `read` of it without that step; None where it must be put together anew."""
+        """The work of `prepare` for a response with these steps when only the last step is to be read, given the
+        tokens that were `read` without it; None if it must be assembled from scratch."""
         split = self.format.split
         apart = steps[-2].endswith(split)
-        if apart and len(split) > 1:  # it may begin in one step and end in the next
+        if apart and len(split) > 1:  # the split text may begin in one step and end in the next
             apart = all(step.endswith(split) and step.find(split) == len(step) - len(split) for step in steps[:-1])
         further = self._further(steps[-1]) if apart else None
         if further is None:
@@ -112,13 +117,13 @@ class ProcessReading:
         return Work(tokens, (len(tokens) - 1 - back,), self.columns, 1, False)
 
     def _one_further(self, step: str) -> tuple[tuple[int, ...], int] | None:
-        """What a step adds to the tokens of those before it, and how far before its end it is read; None if that is
-        not known of the step alone."""
+        """The tokens a step adds to those before it, and the offset of its read position from the end; None if this
+        depends on other steps."""
         form = self.format
         ends = step.find(form.split)
         if form.joined or self.turns is not None or ends not in (-1, len(step) - len(form.split)):
             return None
-        if form.end and (form.strip or not form.keep):  # the end token may follow every step that is the last
+        if form.end and (form.strip or not form.keep):  # the EOS token may follow every step that is the last
             return None
         if len(parts := self._split(step)) != 1 or not step.strip():
             return None
@@ -135,7 +140,7 @@ class ProcessReading:
         return new, len(self.tag) if form.read == "before" else 0
 
     def prerender(self, items: Sequence[Item]) -> None:
-        """Items that `prepare` will be asked for, so that their conversations are rendered together."""
+        """Renders the conversations of items that `prepare` will be called with, in one batch."""
         if self.format.joined or self.turns is not None:
             return
         prompts = (item.prompt if item.messages is None else item.messages[:-1] for item in items)
@@ -144,17 +149,17 @@ class ProcessReading:
 
     def finish(self, work: Work, values: np.ndarray) -> StepScores:
         if len(values) != work.steps:
-            raise RuntimeError(f"{len(values)} rows were read for {work.steps} steps")
+            raise RuntimeError(f"expected {work.steps} rows, one for each step; the model returned {len(values)}")
         if not np.isfinite(values).all():
-            error = ItemError("nonfinite_score", f"{self.facts.name} gave a step score that is not a finite number")
+            error = ItemError("nonfinite_score", f"{self.facts.name} returned a step score that is not finite")
             return StepScores(error=error, truncated=work.truncated, tokens=len(work.tokens))
         scores = self._activate(values.astype(np.float64))
         aggregate = AGGREGATE[self.table.aggregate](scores)
         return StepScores(tuple(map(float, scores)), aggregate, truncated=work.truncated, tokens=len(work.tokens))
 
     def last_scores(self, values: np.ndarray) -> list[float | None]:
-        """The scores of many responses' last steps, (steps, labels or columns), as `finish` gives them one by one; None
-        where what was read is not finite."""
+        """Scores of the last steps of many responses, (steps, labels or columns), as `finish` computes them; None for
+        values that are not finite."""
         finite = np.isfinite(values).all(axis=1)
         scores = self._activate(np.where(finite[:, None], values, 0).astype(np.float64))
         return [score if sound else None for score, sound in zip(scores.tolist(), finite.tolist(), strict=True)]
@@ -173,7 +178,7 @@ class ProcessReading:
             case _:
                 return values[:, self.good]
 
-    # Putting the input together
+    # Assembling the input
 
     def _draft(self, item: Item) -> Draft:
         if item.tokens is not None:
@@ -183,7 +188,9 @@ class ProcessReading:
         if item.messages is not None:
             answer = self.intake.answer(item.messages)
             if has_tool_calls(item.messages[-1]):
-                raise Refused("bad_messages", "the answer has tool calls, which are no steps; send its steps as text")
+                raise Refused(
+                    "bad_messages", "the answer has tool calls, which cannot be scored as steps; send its steps as text"
+                )
             return self._assembled(item.messages[:-1], self._split(answer))
         assert item.prompt is not None
         assert item.response is not None
@@ -194,7 +201,7 @@ class ProcessReading:
 
     def _assembled(self, prompt: Prompt, steps: list[str]) -> Draft:
         if not steps:
-            raise Refused("no_steps", "the response has no steps: it is empty")
+            raise Refused("no_steps", "the response is empty; expected at least one step")
         if self.format.joined:
             draft = self._one_text(self._plain_prompt(prompt), steps)
         elif self.turns is not None:
@@ -212,7 +219,7 @@ class ProcessReading:
         for place, step in enumerate(steps):
             ids = self._step(self.format.step.replace("{step}", step))
             if not ids:
-                raise Refused("bad_steps", f"step {place} has not one token")
+                raise Refused("bad_steps", f"step {place} has no tokens; expected at least one")
             draft.tokens += ids
             if self.tag:
                 draft.tokens += self.tag
@@ -233,7 +240,7 @@ class ProcessReading:
         return self.intake.prompt(self.format.prompt.replace("{prompt}", self._plain_prompt(prompt)))
 
     def _chat(self, prompt: Prompt) -> list[Mapping[str, Any]] | None:
-        """The messages that the format makes of a prompt; None where it makes a text of it."""
+        """The messages that the format makes of a prompt; None if it makes text of it."""
         form = self.format
         if form.chat == "never" or (isinstance(prompt, str) and form.chat != "answer"):
             return None
@@ -246,12 +253,12 @@ class ProcessReading:
         return messages
 
     def _plain_prompt(self, prompt: Prompt) -> str:
-        """The prompt of a format that has no place for a conversation."""
+        """The prompt for a format without conversations."""
         if isinstance(prompt, str):
             return prompt
         only = prompt[0] if len(prompt) == 1 else None
         if not isinstance(only, Mapping) or only.get("role") != "user" or not isinstance(only.get("content"), str):
-            raise Refused("unsupported_form", "this model's format takes one user message and its answer, nothing more")
+            raise Refused("unsupported_form", "this model's format accepts one user message and its answer only")
         return str(only["content"])
 
     def _one_text(self, prompt: str, steps: list[str]) -> Draft:
@@ -269,7 +276,7 @@ class ProcessReading:
             raise Refused("bad_text", str(error)) from error
         starts = [begin for begin, _ in spans]
         begin = self.intake.begin
-        # The last token that begins before the tag's end is the tag's last, also where a character takes several.
+        # The last token that begins before the tag's end is the tag's last one, also if a character has several tokens.
         return Draft([*begin, *ids], [len(begin) + bisect_left(starts, end) - 1 for end in ends])
 
     def _conversation(self, prompt: str, steps: list[str]) -> Draft:
@@ -304,9 +311,9 @@ class ProcessReading:
         return texts
 
     def _tagged(self, tokens: list[int]) -> Draft:
-        """Steps in an input that came rendered: every tag, wherever it stands, ends one."""
+        """Steps of a rendered input: every tag ends a step, wherever it is."""
         if self.tag:
-            # In one text the tag's first tokens may take in what is before it.
+            # In running text the tag's first token may include preceding characters.
             pattern = (
                 self.tag[-1:] if self.format.joined else [*(self.turns.after_user if self.turns else ()), *self.tag]
             )
@@ -328,8 +335,8 @@ class ProcessReading:
 
 
 def step_spans(text: str, split: str) -> list[tuple[int, int]]:
-    """Where the steps of a text begin and end, the text that ends them included. What is blank is no step of its own:
-    it stays with the one before it, or with the first."""
+    """The spans of the steps of a text, including the text that ends them. Whitespace belongs to the step before it,
+    or to the first."""
     spans: list[tuple[int, int]] = []
     begin, blank = 0, True
     while begin < len(text):
@@ -347,11 +354,11 @@ def step_spans(text: str, split: str) -> list[tuple[int, int]]:
 def _what_is_read(
     form: FormatTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo
 ) -> tuple[tuple[int, ...] | None, int]:
-    """Vocabulary columns or None, and the index of the good one among what is read."""
+    """Vocabulary columns or None, and the index of the positive one among the values read."""
     if facts.causal:
         if not form.columns:
             raise ModelError(
-                f"{facts.name} is a causal LM: name the process format it was trained in, such as "
+                f"{facts.name} is a causal LM: set the process format it was trained with, such as "
                 'format = "math-shepherd", or the columns to read'
             )
         columns = tuple(_column(column, tokenizer, facts) for column in form.columns)
@@ -359,14 +366,14 @@ def _what_is_read(
         return columns, 0
     if form.columns:
         raise ModelError(
-            f"{facts.name} has a class head, and the format reads columns {list(form.columns)} of a causal LM"
+            f"{facts.name} has a classification head, but the format reads columns {list(form.columns)} of a causal LM"
         )
     _refuse_lone(form, len(facts.labels), facts)
     if form.label is None:
         return None, len(facts.labels) - 1
     if form.label not in facts.labels:
         raise ConfigError(
-            f"format.label is {form.label!r}, which {facts.name} lacks; {nearest(form.label, facts.labels)}"
+            f"format.label is {form.label!r}, which {facts.name} does not have; {nearest(form.label, facts.labels)}"
         )
     return None, facts.labels.index(form.label)
 
@@ -374,8 +381,7 @@ def _what_is_read(
 def _refuse_lone(form: FormatTable, count: int, facts: ModelInfo) -> None:
     if form.activation == "softmax" and count < 2:
         raise ConfigError(
-            f'format.activation = "softmax" over the one output of {facts.name} would always be 1; '
-            'use "sigmoid" or "none"'
+            f'format.activation = "softmax" over the single output of {facts.name} is always 1; use "sigmoid" or "none"'
         )
 
 
@@ -405,7 +411,7 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def read_turns(tokenizer: PreTrainedTokenizerFast, system: str | None) -> Turns:
-    """Taken from a rendered conversation, so that a long one need not be rendered to find where its turns are."""
+    """Detects the turn markers in a rendered conversation, so that long conversations need not be rendered."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(CONTENTS)]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -414,9 +420,11 @@ def read_turns(tokenizer: PreTrainedTokenizerFast, system: str | None) -> Turns:
     for content in CONTENTS:
         part, separator, rest = rest.partition(content)
         if not separator:
-            raise ConfigError('format.chat = "turns": the chat template leaves out a turn of the conversation')
+            raise ConfigError('format.chat = "turns": the chat template omits a turn; use another chat format')
         parts.append(part)
     opening, after_user, after_assistant = parts[:3]
     if parts[3:] != [after_user, after_assistant, after_user] or not after_user:
-        raise ConfigError('format.chat = "turns": the chat template writes later turns otherwise than the first')
+        raise ConfigError(
+            'format.chat = "turns": the chat template formats later turns differently; use another chat format'
+        )
     return Turns(*(encode(tokenizer, part, control=True) for part in (opening, after_user, after_assistant)))

@@ -1,8 +1,8 @@
-"""From an item to the tokens that are read, and from what was read to a score. Torch-free: the HTTP process runs this,
-not the model, and any thread may call it.
+"""Converts an item to tokens, and the values read by the model to a score. Needs no torch, as it runs in the HTTP
+process; thread-safe.
 
-`Intake` is what all readings share. The readings of whole responses are here: one score from a sequence classifier, and
-models that are read and give no score (log-probs of a causal LM, vectors of an encoder). Steps are in `process.py`.
+`Intake` is shared by all readings. The readings of whole responses are here: one score of a sequence classifier, and
+models without scores (log-probs of a causal LM, vectors of an encoder). Steps are in `process.py`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.work import ModelInfo, Work
 
-PROMPTS_KEPT = 64  # many responses to one prompt come in a row
-OPENINGS_KEPT = 1024  # and a search comes back to the same conversations, step by step
-CHARACTERS_PER_TOKEN = 64  # far above any real text; an item with more is refused before it is tokenised
+PROMPTS_KEPT = 64  # many responses to the same prompt arrive in a row
+OPENINGS_KEPT = 1024  # a search sends the same conversations repeatedly, step by step
+CHARACTERS_PER_TOKEN = 64  # far above any real text; a longer item is rejected before tokenising
 Message = Mapping[str, Any]
 
 
@@ -44,39 +44,44 @@ class Intake:
         self.begin = bos_ids(tokenizer)
         if bos and not self.begin:
             if tokenizer.bos_token_id is None:
-                raise ModelError(f"the tokenizer of {facts.name} has no begin token, and the format needs one; set it")
+                raise ModelError(
+                    f"the tokenizer of {facts.name} has no BOS token, but the format needs one; set it "
+                    "in the tokenizer's config"
+                )
             self.begin = [tokenizer.bos_token_id]
         self._prompt = lru_cache(maxsize=PROMPTS_KEPT)(self._encode_prompt)
         self._openings: OrderedDict[str, array[int]] = OrderedDict()
         self._openings_lock = threading.Lock()
 
     def refuse_huge(self, item: Item) -> None:
-        """Tokenising takes time: a text that cannot fit is refused before."""
+        """Rejects a text that cannot fit before tokenising it, which takes time."""
         size, most = _size(item), self.most_characters
         if size > most:
             unit = "characters" if item.tokens is None else "tokens"
             raise Refused(
-                "too_long", f"{size} {unit} are too many for the {self.limit} tokens that {self.facts.name} is given; "
-                f"at most {most} are looked at, also to be cut",
+                "too_long", f"{size} {unit} cannot fit into the {self.limit} tokens that {self.facts.name} accepts; "
+                f"at most {most} are accepted, even with truncate",
             )  # fmt: skip
 
     def content(self, text: str) -> list[int]:
-        """Text of somebody else, in which nothing is a control token."""
+        """Tokens of untrusted text, in which nothing is a control token."""
         if not isinstance(text, str):
-            raise Refused("bad_text", f"expected text, found {type(text).__name__}")
+            raise Refused("bad_text", f"expected text, got {type(text).__name__}")
         try:
             return encode(self.tokenizer, text)
         except RequestError as error:
             raise Refused("bad_text", str(error)) from error
 
     def prompt(self, text: str) -> list[int]:
-        """The begin token and a prompt that is not a conversation."""
+        """The BOS token and a plain text prompt."""
         if text == "" and not self.begin:
-            raise Refused("empty", f"the prompt is empty and {self.facts.name} has no begin token to stand for it")
+            raise Refused(
+                "empty", f"the prompt is empty and {self.facts.name} has no BOS token; expected at least one character"
+            )
         return list(self._prompt(text))
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation up to where the assistant begins to answer."""
+        """The rendered conversation including the assistant's generation prompt."""
         key = _as_json(messages)
         tokens = self._kept(key)
         if tokens is None:
@@ -84,8 +89,8 @@ class Intake:
         return tokens.tolist()
 
     def prerender(self, openings: Sequence[Sequence[Message]]) -> None:
-        """Openings that will be asked for: rendered together, they take one way to the template's process and back."""
-        with suppress(PlauditError, RecursionError):  # whose fault it is will be told when it is asked for
+        """Renders openings in one batch, which saves round trips to the template's process."""
+        with suppress(PlauditError, RecursionError):  # errors are reported when the opening is requested
             most = self.most_characters
             keys = [key for key in {*map(_as_json, openings)} if len(key) <= most and self._kept(key) is None]
             if keys:
@@ -97,9 +102,9 @@ class Intake:
         return self.templated(messages, add_generation_prompt=False)
 
     def text(self, text: str) -> list[int]:
-        """What the caller has rendered: control strings in it are control tokens. The begin token is not doubled."""
+        """A rendered text: control strings in it are control tokens. The BOS token is not duplicated."""
         if text == "":
-            raise Refused("empty", "the text is empty; give it at least one character")
+            raise Refused("empty", "the text is empty; expected at least one character")
         try:
             ids = encode(self.tokenizer, text, control=True)
         except RequestError as error:
@@ -108,8 +113,8 @@ class Intake:
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def rendered(self, text: str, special: bool) -> list[int]:
-        """Text as other servers read it: control strings are control tokens, and with `special` the tokenizer adds what
-        it adds of itself, even if that is there already."""
+        """A rendered text as other servers tokenise it: control strings are control tokens, and with `special` the
+        tokenizer adds its special tokens even if they are present."""
         self.refuse_huge(Item(text=text))
         try:
             refuse_surrogates(text)
@@ -120,36 +125,42 @@ class Intake:
 
     def tokens(self, ids: Sequence[Any]) -> list[int]:
         if not ids:
-            raise Refused("empty", "the list of tokens is empty; give it at least one")
+            raise Refused("empty", "the list of tokens is empty; expected at least one")
         size = self.facts.vocab_size
         for place, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < size:
                 raise Refused(
-                    "bad_tokens", f"token {place} is {str(token)[:40]}; {self.facts.name} takes integers 0..{size - 1}"
+                    "bad_tokens",
+                    f"token {place} is {str(token)[:40]}; expected integers 0..{size - 1} for {self.facts.name}",
                 )
         return list(ids)
 
     def cut(
         self, tokens: list[int], first_read: int, last_read: int, truncate: Literal["left", "right"] | None
     ) -> tuple[list[int], int]:
-        """The tokens that fit, and how many were cut before the first that is read."""
+        """The truncated tokens, and the number of tokens removed before the first position read."""
         over = len(tokens) - self.limit
         if over <= 0:
             return tokens, 0
-        problem = f"{len(tokens)} tokens are more than the {self.limit} that {self.facts.name} is given"
+        problem = f"{len(tokens)} tokens exceed the limit of {self.limit} for {self.facts.name}"
         if truncate is None:
-            raise Refused("too_long", f"{problem}; shorten it, or say which side may be cut with truncate{self.way}")
+            raise Refused("too_long", f"{problem}; shorten it, or set the side to truncate with truncate{self.way}")
         if truncate == "right":
             if last_read >= self.limit:
-                raise Refused("too_long", f"{problem}, and a cut on the right would lose what is read at {last_read}")
+                raise Refused(
+                    "too_long",
+                    f"{problem}, and truncating on the right would remove position {last_read}, which is read",
+                )
             return tokens[: self.limit], 0
         kept = len(self.begin) if tokens[: len(self.begin)] == self.begin else 0
         if kept + over > first_read:
-            raise Refused("too_long", f"{problem}, and a cut on the left would lose what is read at {first_read}")
+            raise Refused(
+                "too_long", f"{problem}, and truncating on the left would remove position {first_read}, which is read"
+            )
         return [*tokens[:kept], *tokens[kept + over :]], over
 
     def answer(self, messages: Sequence[Message]) -> str:
-        """The content of the last message, which must be the assistant's; empty if it has tool calls alone."""
+        """The content of the last message, which must be the assistant's; empty if it has only tool calls."""
         last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
         content = last.get("content")
         if content is None and has_tool_calls(last):
@@ -157,7 +168,7 @@ class Intake:
         if last.get("role") != "assistant" or not isinstance(content, str):
             raise Refused("bad_messages", "messages must end with the assistant's answer, whose content is text")
         if len(messages) < 2:
-            raise Refused("bad_messages", "messages hold only the assistant's answer; give what it answers too")
+            raise Refused("bad_messages", "messages has only the assistant's answer; add the messages before it")
         return content
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
@@ -179,7 +190,7 @@ class Intake:
     def templated(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """What the model's chat template makes of messages, and of what else it may look at."""
+        """The messages rendered with the model's chat template and its variables."""
         if not self.tokenizer.chat_template:
             raise Refused(
                 "unsupported_form", f"{self.facts.name} has no chat template; give prompt and response as text"
@@ -193,7 +204,7 @@ class Intake:
 
 
 def _size(item: Item) -> int:
-    """In characters, or in tokens where there are no others."""
+    """In characters, or in tokens if the item has only tokens."""
     if item.tokens is not None:
         return len(item.tokens)
     if item.messages is not None:
@@ -204,7 +215,7 @@ def _size(item: Item) -> int:
 
 
 def characters(messages: Sequence[Message]) -> int:
-    """Of a conversation, as they are counted before it is tokenised."""
+    """The size of a conversation, estimated before tokenising."""
     return len(_as_json(messages))
 
 
@@ -222,23 +233,23 @@ def _as_json(messages: Sequence[Message]) -> str:
 
 
 class OutcomeReading:
-    """One score for a response. With `each_label` a head of several labels needs no weights: then there is a score for
-    every label, and none for all."""
+    """One score for a response. With `each_label` a head with several labels needs no weights: the result has a score
+    for every label and no overall score."""
 
     def __init__(
         self, table: OutcomeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo, *, each_label: bool = False
     ) -> None:
         if facts.causal:
             raise ModelError(
-                f"{facts.name} is a causal LM, which has no score; give a ...ForSequenceClassification model, "
-                'or kind = "process" with the format it was trained in'
+                f"{facts.name} is a causal LM, which has no score; use a ...ForSequenceClassification model, "
+                'or kind = "process" with the format it was trained with'
             )
         self.table = table
         self.facts = facts
         self.apart = table.answer == "apart"
         self.end = tokenizer.eos_token_id
         if table.end and self.end is None:
-            raise ConfigError(f"end = true, but the tokenizer of {facts.name} has no end token; set end = false")
+            raise ConfigError(f"end = true, but the tokenizer of {facts.name} has no EOS token; set end = false")
         self.intake = Intake(tokenizer, facts, table.max_tokens)
         self.weights = None if each_label and _unweighted(table, facts) else _weights(table, facts)
         self.bias = _by_label("bias", table.bias or {}, facts)
@@ -247,11 +258,11 @@ class OutcomeReading:
         self.intake.refuse_huge(item)
         tokens = self._tokens(item)
         if not tokens:
-            raise Refused("empty", "there is nothing to score: not one token")
+            raise Refused("empty", "the item has no tokens; expected at least one")
         over = len(tokens) - self.intake.limit
         ended = self.table.end and (item.prompt is not None or (item.messages is not None and self.apart))
         if over > 0 and item.truncate == "right":
-            # The end of the response is cut, not the token it is read at.
+            # Truncates the end of the response, but keeps the token at which the score is read.
             tokens = [*tokens[: self.intake.limit - 1], tokens[-1]] if ended else tokens[: self.intake.limit]
         else:
             tokens, _ = self.intake.cut(tokens, len(tokens) - 1, len(tokens) - 1, item.truncate)
@@ -260,13 +271,13 @@ class OutcomeReading:
         return Work(tokens, positions, None, 0, over > 0)
 
     def prerender(self, items: Sequence[Item]) -> None:
-        """Items that `prepare` will be asked for, so that their conversations are rendered together."""
+        """Renders the conversations of items that `prepare` will be called with, in one batch."""
         chats = [item.messages[:-1] if item.messages is not None and self.apart else item.prompt for item in items]
         self.intake.prerender([chat for chat in chats if isinstance(chat, tuple)])
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
         if not np.isfinite(values).all():
-            error = ItemError("nonfinite_score", f"{self.facts.name} gave a score that is not a finite number")
+            error = ItemError("nonfinite_score", f"{self.facts.name} returned a score that is not finite")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
         wide = values.astype(np.float64)
         pooled = (wide[0] if len(wide) == 1 else wide.mean(axis=0)) + self.bias
@@ -287,7 +298,7 @@ class OutcomeReading:
             return self.intake.text(item.text)
         if item.messages is not None:
             answer = self.intake.answer(item.messages)
-            if self.apart and not has_tool_calls(item.messages[-1]):  # which only the template can write
+            if self.apart and not has_tool_calls(item.messages[-1]):  # which only the template can render
                 return self._answered(self.intake.opening(item.messages[:-1]), answer)
             return self.intake.conversation(item.messages)
         assert item.prompt is not None
@@ -298,13 +309,13 @@ class OutcomeReading:
 
     def _answered(self, opening: list[int], response: str) -> list[int]:
         if response == "" and not self.table.end:
-            raise Refused("empty", "the response is empty, and with end = false nothing stands for it")
+            raise Refused("empty", "the response is empty, and with end = false it has no token to read")
         return [*opening, *self.intake.content(response), *([self.end] if self.table.end else [])]
 
 
 def joined(steps: tuple[str, ...]) -> str:
     if not all(isinstance(step, str) for step in steps):
-        raise Refused("bad_steps", "each step must be a text")
+        raise Refused("bad_steps", "each step must be text")
     return "".join(steps)
 
 
@@ -315,7 +326,7 @@ def _unweighted(table: OutcomeTable, facts: ModelInfo) -> bool:
 def _say_weights(facts: ModelInfo) -> str:
     return (
         f"{facts.name} scores {len(facts.labels)} labels ({', '.join(facts.labels[:8])}); "
-        "say what each counts, for instance weights = { " + f'"{facts.labels[0]}" = 1.0 ' + "}"
+        "set the weight of each, for example weights = { " + f'"{facts.labels[0]}" = 1.0 ' + "}"
     )
 
 
@@ -330,23 +341,25 @@ def _weights(table: OutcomeTable, facts: ModelInfo) -> np.ndarray:
 def _by_label(key: str, numbers: Mapping[str, float], facts: ModelInfo) -> np.ndarray:
     for name in numbers:
         if name not in facts.labels:
-            lacks = f"{key} names the label {name!r}, which {facts.name} lacks"
+            lacks = f"{key} has the label {name!r}, which {facts.name} does not have"
             raise ConfigError(f"{lacks}; {nearest(name, facts.labels)}")
     return np.array([numbers.get(label, 0.0) for label in facts.labels])
 
 
 class LogprobsReading:
-    """A causal LM whose log-probs are read."""
+    """Reads log-probs of a causal LM."""
 
     def __init__(self, table: LogprobsTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         if not facts.causal:
-            raise ModelError(f"{facts.name} has no vocabulary head, so no log-probs; it is an outcome or process model")
+            raise ModelError(
+                f"{facts.name} has no language model head, so no log-probs; serve it as an outcome or process model"
+            )
         self.facts = facts
         self.intake = Intake(tokenizer, facts, table.max_tokens)
 
 
 class EmbeddingReading:
-    """A sentence encoder."""
+    """Reads vectors of a sentence encoder."""
 
     def __init__(self, table: EmbeddingTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         self.facts = facts

@@ -1,4 +1,4 @@
-"""What every reward can do, whatever is behind it."""
+"""The interface of every reward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = Score | StepScores
 
 
 def cuts(groups: Sequence[int], parts: int) -> list[int]:
-    """Where to cut neighbours into `parts` that differ little in size and keep each group whole."""
+    """Split points for `parts` of similar size that keep each group whole."""
     count = len(groups)
     places = [0]
     for part in range(1, parts):
@@ -24,7 +24,7 @@ def cuts(groups: Sequence[int], parts: int) -> list[int]:
 
 class Reward(Protocol):
     def score(self, items: Sequence[Item]) -> list[Result]:
-        """A result for every item, in order. One that cannot be scored has an error, and the others their scores."""
+        """A result for every item, in order. An item that cannot be scored has an error; the others have scores."""
 
     def close(self) -> None:
-        """End the processes and connections it holds."""
+        """Close its processes and connections."""

@@ -1,8 +1,8 @@
-"""What stands behind a number in a score's version: the hash of all that can change the score.
+"""The version of a score: a hash of everything that can change it.
 
-Weights, config, tokenizer and chat template, the reward table, dtype, and the code that computes. Not what only says
-where and how fast it is computed (`PLACE`): devices, ranks and batches change the last digits at most, and servers that
-differ in them may share a client.
+It covers weights, config, tokenizer and chat template, the reward table, dtype, and the code that computes. It does not
+cover where and how fast it is computed (`PLACE`): devices, ranks and batches change at most the last digits, and
+servers that differ only in them may share a client.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PLACE = frozenset(
         "concurrency", "retries", "key_env", "sandbox", "tasks",
     )
 )  # fmt: skip
-COMPUTING = ("core", "models", "reward")  # packages of ours
+COMPUTING = ("core", "models", "reward")  # our packages
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def digest(table: BaseModel, *parts: str, libraries: Iterable[str] = ()) -> str:
-    """The first 12 hex digits of the SHA-256 of a reward's table, of the code and of `parts`."""
+    """The first 12 hex digits of the SHA-256 of a reward's table, the code and `parts`."""
     keys = table.model_dump(mode="json", exclude=set(PLACE))
     return _short(json.dumps(keys, sort_keys=True), CODE, *map(_installed, libraries), *parts)
 
@@ -38,7 +38,7 @@ def model_digest(
     table: BaseModel, files: Mapping[str, str], tokenizer: tuple[bytes, Mapping[str, Any]], *others: str
 ) -> str:  # fmt: skip
     """files      SHA-256 by name, of the weights and the config
-    tokenizer  as it was loaded: `models.text.tokenizer_parts`
+    tokenizer  as loaded: `models.text.tokenizer_parts`
     """
     backend, options = tokenizer
     texts = (json.dumps(dict(each), sort_keys=True) for each in (files, options))
@@ -46,14 +46,15 @@ def model_digest(
 
 
 def joined(versions: Iterable[str], table: BaseModel) -> str:
-    """The version of a reward that is made of others: the sum of their numbers, and the hash of theirs and its own."""
+    """The version of a reward made of others: the sum of their numbers, and the hash of their versions and its
+    table."""
     parts = sorted(versions)
     number = sum(int(first) for first in (each.partition("-")[0] for each in parts) if first.isdigit())
     return f"{number}-{digest(table, *parts)}"
 
 
 def code(root: Path = PACKAGE) -> str:
-    """Of our own source, since between two releases the number of the release does not change."""
+    """The hash of our source code, which also changes between releases."""
     source_hash = hashlib.sha256()
     for package in COMPUTING:
         for file in sorted((root / package).rglob("*.py")):
@@ -62,13 +63,13 @@ def code(root: Path = PACKAGE) -> str:
 
 
 CODE = code()
-"""As it is when this is imported, with the code that computes. A worker that is forked later computes with what was
-imported here, whatever lies on disk by then."""
+"""Computed at import, together with the code that computes: a worker forked later runs the imported code, whatever is
+on disk by then."""
 
 
 def _installed(library: str) -> str:
     try:
-        return f"{library} {version(library).partition('+')[0]}"  # +cpu, +cu128: the place again
+        return f"{library} {version(library).partition('+')[0]}"  # the suffix +cpu or +cu128 is only the device
     except PackageNotFoundError:
         return library
 

@@ -1,4 +1,4 @@
-"""What a reward asks of the core, and what it must know of the model behind it."""
+"""What a reward requests from the engine, and what it needs to know about its model."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 
 class TypedTokens(list[int]):
-    """Token ids, and of an encoder that wants it the type of each: of which text of a pair it is."""
+    """Token ids; for an encoder with token types also the type of each, which says to which text of a pair it
+    belongs."""
 
     types: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the core must read for one item.
+    """The values to read for one item.
 
-    positions  ascending; the tokens at which to read
-    columns    vocabulary tokens of a causal LM, or None for a class head
-    steps      how many steps the item has; 0 for an outcome
-    logprobs   the columns' log-probs are read, not their logits; NEXT among them is the token that follows
-    types      the tokens' types; empty where there are none
+    positions  ascending; the tokens at which values are read
+    columns    vocabulary tokens of a causal LM, or None for a classification head
+    steps      the number of steps of the item; 0 for an outcome
+    logprobs   read the columns' log-probs instead of logits; NEXT is the token that follows
+    types      token types; empty if there are none
     """
 
     tokens: list[int]
@@ -37,12 +38,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the model is, for those who have no torch. A causal LM has no labels.
+    """Information about the model that needs no torch. A causal LM has no labels.
 
-    encoder      it reads whole texts in both directions, pairs as its tokenizer writes them
+    encoder      it reads whole texts bidirectionally, pairs as its tokenizer formats them
     typed        an encoder's tokens have types
-    multi_label  each label of a text is true or not, whatever the others are
-    way_to_more  what lifts the limit of positions, where a choice in its config sets it; the end of a message
+    multi_label  the labels of a text are independent
+    way_to_more  how to raise the limit of positions, if its config allows that; the end of a message
     """
 
     name: str

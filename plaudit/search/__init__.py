@@ -1,6 +1,6 @@
-"""Tree search with step rewards. `plaudit.search(...)` is a search; the package is also what it is made of.
+"""Tree search with step rewards. `plaudit.search(...)` runs a search; the package also contains its components.
 
-Names resolve on first use: trees and rules need no torch.
+Names are imported on first use: trees and rules need no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Search(ModuleType):
-    """The package can be called, so that the verb and the part have one name."""
+    """A callable package, so that `plaudit.search` is both the function and the package."""
 
     def __call__(self, *questions: Any, **options: Any) -> Any:
         from plaudit.search.api import search

@@ -31,7 +31,7 @@ _BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
 
 
 class Outcomes(list[Outcome]):
-    """choice   what rule="auto" came to"""
+    """choice   the method selected by rule="auto\""""
 
     def __init__(self, outcomes: Iterable[Outcome], choice: Chosen | None) -> None:
         super().__init__(outcomes)
@@ -44,21 +44,21 @@ def search(
     width: int = 16, seed: int = 1, concurrent: int = 64, threads: int | None = None,
     options: Mapping[str, Any] | None = None, **keys: Any,
 ) -> Outcomes:  # fmt: skip
-    """An outcome for every question, in order. One without an answer says in `stopped` why.
+    """Returns an outcome for every question, in order. One without an answer has the reason in `stopped`.
 
-    questions   texts, or {"prompt" or "messages"[, "answer": the right one]}
-    rule        a method; "auto": the one that fits, by options["ground"] (its steps, accuracy and auc) or by a pilot on
-                questions with an "answer". `choice` of the result says which, why, and what the pilot cost
+    questions   texts, or {"prompt" or "messages"[, "answer": the correct one]}
+    rule        a method; "auto" selects one, by options["ground"] (its steps, accuracy and auc) or by a pilot on
+                questions with an "answer". `choice` of the result has the method, the reason, and the pilot's cost
     engine      a model directory or name, or an Engine with its tokenizer
     prm         a process model's directory or name, the URL of `plaudit serve`, or the keys of a recipe's [prm] table,
-                such as {"url": ..., "protocol": "vllm", "path": ...}; with best-of-n an outcome model will do
-    orm         the same for an outcome model, which weighs the answers in the vote
+                such as {"url": ..., "protocol": "vllm", "path": ...}; with best-of-n also an outcome model
+    orm         the same for an outcome model, which weights the answers in the vote
     options     keys of a recipe's [search] table
     keys        of its tables [steps] and [budget]: stop, answer, max_tokens, ..., calls, lead
     """
     for key in keys:
         if key not in (*_STEPS, *_BUDGET):
-            raise ConfigError(f"search() has no option {key!r}; it takes {', '.join((*_STEPS, *_BUDGET))}")
+            raise ConfigError(f"search() has no option {key!r}; expected one of {', '.join((*_STEPS, *_BUDGET))}")
     model = engine if isinstance(engine, str) else "engine"
     tree: dict[str, Any] = {
         "seed": seed,

@@ -1,7 +1,7 @@
-"""What a search and its workers say to each other, over a socket: length-prefixed MessagePack, no pickle.
+"""The messages between a search and its worker processes, over a socket: length-prefixed MessagePack, no pickle.
 
 search -> worker   Start, then for each method Begin, and for each Ready an Assigned
-worker -> search   Loaded, Alive (every second), Ready, Result, Done; or Failed, and the end
+worker -> search   Loaded, Alive (every second), Ready, Result, Done; or Failed, then exit
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plaudit.process.worker import Alive, Failed
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The recipes of the run, which differ in [search] alone, and which of how many workers this is."""
+    """The recipes of the run, which differ only in [search], and this worker's number and the number of workers."""
 
     recipes: list[dict[str, Any]]
     number: int
@@ -22,7 +22,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
-    """From now on by this recipe."""
+    """Use this recipe from now on."""
 
     recipe: dict[str, Any]
 
@@ -38,17 +38,17 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """There is room for a question."""
+    """The worker has capacity for a question."""
 
 
 class Result(msgspec.Struct, tag=True, array_like=True):
-    """A question, as a line of results.jsonl."""
+    """A finished question, as a line of results.jsonl."""
 
     line: dict[str, Any]
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):
-    """All that were given. Seconds of each phase, and answers that could not be compared."""
+    """All assigned questions are finished. Seconds of each phase, and the number of undecided comparisons."""
 
     phases: dict[str, float]
     undecided: int

@@ -1,7 +1,7 @@
-"""Groups of questions side by side: while one lane's steps are generated, another's are scored, clustered or chosen.
+"""Groups of questions in parallel: while one lane's steps are generated, another's are scored, clustered or selected.
 
-Each lane is a runner in a thread of its own; engines take one call at a time, servers as many as come. Steps are drawn
-by path, so that which lane a question is in decides nothing about it.
+Each lane is a runner in its own thread; engines process one call at a time, servers many. Sampling is seeded by path,
+so results do not depend on a question's lane.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plaudit.search.runner import Outcome, Runner
 
 
 class _Shared:
-    """Questions that several lanes take from."""
+    """Questions shared by several lanes."""
 
     def __init__(self, questions: Iterable[Question]) -> None:
         self._questions = iter(questions)
@@ -29,14 +29,14 @@ class _Shared:
             return next(self._questions)
 
     def end(self) -> None:
-        """There are no more."""
+        """No more questions."""
         with self._lock:
             self._questions = iter(())
 
 
 def run_lanes(lanes: Sequence[Runner], questions: Iterable[Question], stopped: threading.Event) -> Iterator[Outcome]:
-    """Outcomes of all lanes as they come. After a lane's error no lane begins another question; the open ones come out
-    with what they have, then the error is raised. Closing the iterator stops all lanes after their round."""
+    """Outcomes of all lanes as they finish. After a lane's error no lane begins another question; open questions
+    return their partial results, then the error is raised. Closing the iterator stops all lanes after their round."""
     stopped.clear()
     if len(lanes) == 1:
         yield from lanes[0].run(questions)
@@ -48,7 +48,7 @@ def run_lanes(lanes: Sequence[Runner], questions: Iterable[Question], stopped: t
             for outcome in lane.run(shared):
                 done.put(outcome)
             done.put(None)
-        except BaseException as error:  # it is raised where the outcomes are read
+        except BaseException as error:  # raised where the outcomes are consumed
             done.put(error)
 
     threads = [threading.Thread(target=work, args=(lane,), name="search-lane", daemon=True) for lane in lanes]

@@ -1,9 +1,9 @@
-"""`method = "auto"`: a pilot on questions whose answers are known measures the ground, the table names a method for it,
-and the pilot's questions decide between that one and best-of-n.
+"""`method = "auto"`: a pilot on questions with known answers measures steps, accuracy and AUC, the table selects a
+method for them, and the pilot's questions decide between that method and best-of-n.
 
-The table's policy and PRM are simulated (docs/search-when.md): a real PRM may be fooled by what a search finds,
-whatever its AUC on plain samples. So a tree is taken only if it is right on the pilot's questions as often as best-of-n
-is.
+The table was measured with simulated policies and PRMs (docs/search-when.md): a real PRM may be fooled by paths that a
+search selects, whatever its AUC on plain samples. So a tree search is chosen only if it is right on the pilot's
+questions as often as best-of-n.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from plaudit.search.tree.costs import totals
 from plaudit.search.when import BEST_OF_N, advise, following
 
 Searched = Callable[[SearchRecipe, Sequence[Question]], list[Outcome]]
-"""These questions by this recipe, in order."""
+"""Searches these questions with this recipe, in order."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a pilot measured. `pairs`: of a right and a wrong response to one question, which the AUC is of."""
+    """Measurements of a pilot. `pairs`: a correct and a wrong response to one question, used for the AUC."""
 
     questions: int
     steps: float
@@ -38,12 +38,12 @@ class Ground:
 
 @dataclass(frozen=True)
 class Chosen:
-    """method     what is searched by
-    why        in one sentence, with its figures
-    ground     measured by the pilot; None where the recipe gives it
+    """method     the chosen method
+    why        the reason in one sentence, with figures
+    ground     measured by the pilot; None if set in the recipe
     cell       of the table
-    discarded  costs of searches whose results are not kept
-    kept       the pilot's questions as the chosen method searched them
+    discarded  costs of searches whose results are discarded
+    kept       the pilot's questions as searched by the chosen method
     """
 
     method: str
@@ -54,7 +54,7 @@ class Chosen:
     kept: list[Outcome] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """All but the outcomes, for a file."""
+        """All fields except the outcomes, for a file."""
         ground = None if self.ground is None else asdict(self.ground)
         return {"method": self.method, "why": self.why, "ground": ground, "cell": self.cell,
                 "discarded": self.discarded}  # fmt: skip
@@ -68,8 +68,8 @@ def choose(recipe: SearchRecipe, questions: Sequence[Question], searched: Search
     asked = [question for question in questions if question.truth is not None][: table.pilot]
     if not asked:
         raise ConfigError(
-            'search.method = "auto" measures on questions with right answers, and none has one: name their key '
-            "(data.truth), or give search.ground with steps, accuracy and auc, or name a method"
+            'search.method = "auto" needs questions with correct answers, but none has one: set their key '
+            "(data.truth), or set search.ground with steps, accuracy and auc, or set a method"
         )
     plain = searched(following(recipe, BEST_OF_N), asked)
     ground = measured(plain, reading)
@@ -93,7 +93,7 @@ def choose(recipe: SearchRecipe, questions: Sequence[Question], searched: Search
 
 
 def measured(outcomes: Sequence[Outcome], reading: AnswerReading) -> Ground:
-    """From searches by best-of-n. A response without an answer is wrong; one without a score is in no pair."""
+    """Measures searches by best-of-n. A response without an answer is wrong; one without a score is in no pair."""
     right = paths = steps = pairs = 0
     ordered = 0.0
     for outcome in outcomes:

@@ -1,8 +1,8 @@
-"""The run directory of a search: every question's tree as a line, and what they add up to.
+"""The run directory of a search: every question's tree as a line, and a summary.
 
 runs/<name>/  recipe.toml  results.jsonl  summary.json  events.jsonl  lock, of `method = "auto"` also choice.json
 
-A question is written when it is over, in one write. A run that goes on searches only what is missing: questions that
+A question is written when it is finished, in a single write. A resumed run searches only missing questions: those that
 failed or were interrupted are searched again.
 """
 
@@ -29,17 +29,17 @@ from plaudit.search.tree.costs import totals
 from plaudit.search.tree.tree import Node
 from plaudit.train.run.run_lock import locked
 
-# What does not decide the results; a run that goes on may change it.
+# Keys that do not affect results; a resumed run may change them.
 MAY_CHANGE = (
     "concurrent", "lanes", "processes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout",
     "prm.concurrency", "orm.url", "orm.key_env", "orm.timeout", "orm.concurrency", "model.device",
 )  # fmt: skip
-NO_ANSWER = "no answer"  # how a question ended of which every path failed
-TREES_SHOWN = 12  # trees that go into the event log, for the report
+NO_ANSWER = "no answer"  # the status of a question whose paths all failed
+TREES_SHOWN = 12  # trees copied to the event log, for the report
 
 
 class Record:
-    """Holds the directory's lock from `with` to its end."""
+    """Holds the directory's lock while used as a context manager."""
 
     def __init__(self, directory: Path, recipe: SearchRecipe, *, resume: bool = False, fresh: bool = False) -> None:
         self.directory = directory
@@ -71,7 +71,7 @@ class Record:
         os.close(self._lock)
 
     def chose(self, choice: Chosen) -> None:
-        """What `method = "auto"` came to: kept for a run that goes on, with the pilot's questions as results."""
+        """Records the choice of `method = "auto"` for resumed runs, with the pilot's questions as results."""
         self.choice = choice.figures()
         with written(self.directory / "choice.json") as file:
             file.write(json.dumps(self.choice, indent=2) + "\n")
@@ -79,7 +79,7 @@ class Record:
             self.add(result(outcome))
 
     def add(self, line: dict[str, Any]) -> None:
-        """A question that is over, as `result` has it."""
+        """A finished question, from `result`."""
         self.done[line["index"]] = {key: value for key, value in line.items() if key != "nodes"}
         data = (json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
         try:
@@ -95,9 +95,9 @@ class Record:
             self.events.write("sample", step=line["index"], **line)
 
     def summarise(self, seconds: float, phases: Mapping[str, float], undecided: int = 0) -> dict[str, Any]:
-        """What the whole run came to, also written to summary.json and the event log. `phases` and `undecided`, the
-        answers that could not be compared, are of this part. `programme_share`: of programmes and clusters in all
-        seconds."""
+        """Summarises the whole run; also written to summary.json and the event log. `phases` and `undecided` (answers
+        that could not be compared) are of this part. `programme_share`: the share of time spent on integer programs and
+        clustering."""
         search = self.recipe.search
         method = search.method if self.choice is None else self.choice["method"]
         figures = {"method": method, "width": search.width, **summary(self.done.values())}
@@ -124,14 +124,15 @@ class Record:
                 path.unlink(missing_ok=True)
         elif not self.resume:
             raise RunError(
-                f"{self.directory} already holds a search: --resume goes on with it, --fresh starts it over, "
-                "--out names another directory"
+                f"{self.directory} already has a search: --resume continues it, --fresh starts over, "
+                "--out sets another directory"
             )
         else:
             before = parse_search(tomllib.loads(stored.read_text()), str(stored))
             for key, (old, new) in differences(before, self.recipe, MAY_CHANGE).items():
                 raise RunError(
-                    f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
+                    f"cannot resume {self.directory}: it was started with {key} = {old!r}, but the recipe has "
+                    f"{new!r}; restore the value, or use --fresh"
                 )
             self._keep_complete()
             if (chosen := self.directory / "choice.json").is_file():
@@ -149,7 +150,7 @@ class Record:
 
 
 def read_results(path: Path) -> Iterator[dict[str, Any]]:
-    """The questions of a results file; a line that a killed run left half is skipped."""
+    """The questions of a results file; an incomplete last line of a killed run is skipped."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -187,8 +188,8 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def summary(lines: Any) -> dict[str, Any]:
-    """What questions add up to: sums of their costs, and of peaks the greatest. `no_answer`: for each reason, how many
-    questions have no answer mostly because of it."""
+    """Totals over questions: sums of their costs, and maxima of peaks. `no_answer`: for each reason, the number of
+    questions without an answer mostly because of it."""
     ordered = sorted(lines, key=lambda line: line["index"])
     judged = [line["right"] for line in ordered if line["right"] is not None]
     spent = totals(line["costs"] for line in ordered)
@@ -197,7 +198,7 @@ def summary(lines: Any) -> dict[str, Any]:
         "answered": sum(line["answer"] is not None for line in ordered),
         "failed": sum(line["stopped"].startswith("failed") for line in ordered),
     }
-    if judged and figures["answered"]:  # where nothing was answered there is nothing to be right or wrong
+    if judged and figures["answered"]:  # without any answer accuracy is undefined
         accuracy = sum(judged) / len(judged)
         figures |= {"accuracy": accuracy, "accuracy_se": math.sqrt(accuracy * (1 - accuracy) / len(judged))}
     names = {"generated": "generated_tokens", "solver": "solver_seconds", "clustering": "cluster_seconds"}
@@ -209,7 +210,7 @@ def summary(lines: Any) -> dict[str, Any]:
     )
     if none:
         figures["no_answer"] = dict(none.most_common())
-    # Which budget it was is the user's to change; the text of a failure is that of one question.
+    # The kind of budget matters, since the user can change it; the text of a failure belongs to a single question.
     reasons = (line["stopped"] for line in ordered)
     short = (reason if reason.startswith("budget") else reason.partition(":")[0] for reason in reasons)
     return figures | {"stopped": dict(Counter(short))}

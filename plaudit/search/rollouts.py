@@ -1,10 +1,10 @@
-"""Rollouts by search: the responses to a prompt of RL training are the paths that a search guided by a process model
-comes to its end with.
+"""Rollouts by search: the responses to a prompt in RL training are the finished paths of a search guided by a process
+model.
 
-A step of `width` children is drawn from the policy at every level, the process model scores each, and the rule says
-which are gone on with; the others are discarded. So there are `width` responses to a prompt, which share steps:
-`extra["branches"]` has the parts of each, as of any tree of responses (`train.rollouts.tree_turn`), and
-`extra["search"]` what all of them together cost, discarded branches included. Every token has the log-prob with which
+At every level the policy samples `width` children, the process model scores each, and the rule selects those to
+continue; the others are discarded. The result is `width` responses to a prompt, which share steps: `extra["branches"]`
+has the segments of each, as for any tree of responses (`train.rollouts.tree_turn`), and `extra["search"]` the cost of
+all of them together, including discarded branches. Every token has the log-prob with which
 the policy sampled it.
 """
 
@@ -34,7 +34,7 @@ OVER = ("finished", "cut", "failed")
 
 
 class SearchTurn:
-    """`single` answers held-out prompts, and has engine and sampling."""
+    """`single` answers held-out prompts, and has the engine and the sampling parameters."""
 
     def __init__(
         self, single: SingleTurn, tokenizer: Any, table: RolloutSearchTable, width: int, threads: int | None = None
@@ -43,7 +43,7 @@ class SearchTurn:
         self.tokenizer = tokenizer
         self.scorer = open_scorer(table.prm, threads, table.method)
         if self.scorer.whole:
-            raise ConfigError("search.prm is an outcome model, and a search chooses among steps: name a process model")
+            raise ConfigError("search.prm is an outcome model, but a search needs step scores: set a process model")
         sampling = single.sampling
         self.recipe = SearchRecipe.model_validate(
             {
@@ -78,12 +78,12 @@ class SearchTurn:
         tree, costs = outcome.tree, outcome.driver.costs
         spent = {"generated": costs.generated, "prm_tokens": costs.prm_tokens}
         leaves = [node for node in tree.nodes if node.state in OVER]
-        assert len(leaves) == self.recipe.search.width, "a level is as wide as what is left of the width"
+        assert len(leaves) == self.recipe.search.width, "a level must use the whole remaining width"
         samples = []
         for index, leaf in enumerate(leaves):
             steps = tree.steps(leaf.id)
             parts = [writer.parts[tree.path_ids(step.id)] for step in steps]
-            # A leaf that repeats another is a response of its own; inner steps that repeat one are the first.
+            # A leaf that repeats another is a separate response; inner steps that repeat one are merged.
             ends, end = [], 0
             for step, part in zip(steps, parts, strict=True):
                 end += len(part.token_ids)
@@ -99,7 +99,7 @@ class SearchTurn:
 
 
 class Writer:
-    """The engine of a run as a search sees it. `parts`: every step as it was sampled, by the tokens of its path."""
+    """The run's engine as a policy of the search. `parts`: every step as sampled, by the tokens of its path."""
 
     def __init__(self, engine: Generator, table: SamplingTable, tokenizer: Any) -> None:
         self.engine = engine
@@ -115,10 +115,10 @@ class Writer:
         return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
 
     def release(self, places: Sequence[Any]) -> None:
-        """An engine of a run may be in another process; each forgets by itself what is used least."""
+        """Does nothing: the engine may be in another process, and evicts least recently used entries itself."""
 
     def close(self) -> None:
-        """The engine is the run's."""
+        """Does nothing: the engine belongs to the run."""
 
     def _left(self, ask: Ask) -> SamplingTable:
         return self.stepping.model_copy(update={"max_tokens": self.table.max_tokens - len(ask.response_ids)})
@@ -127,7 +127,7 @@ class Writer:
         text = self._text(ask.response_ids, ask.text, sample.token_ids)
         ended: Ended = "length"
         if sample.finish_reason == "stop" and self.table.step in text:
-            # A step without words is the end of a response: there is nothing in it that could be scored.
+            # An empty step is the end of a response: it has nothing to score.
             whole = len(ask.response_ids) + len(sample.token_ids) < self.table.max_tokens
             ended = "step" if whole and text.replace(self.table.step, "").strip() else "length"
         elif sample.finish_reason == "stop" and (ask.text + text).strip():
@@ -136,7 +136,7 @@ class Writer:
         part = replace(sample, finish_reason="length") if cut else sample
         self.parts.setdefault((*ask.prompt, *ask.response_ids, *sample.token_ids), part)
         if sample.finish_reason in ("abort", "error"):
-            return Step(sample.token_ids, text, error=f"generation ended by {sample.finish_reason}")
+            return Step(sample.token_ids, text, error=f"generation ended with finish_reason {sample.finish_reason}")
         return Step(sample.token_ids, text, ended, sum(sample.raw_logprobs) / max(1, len(sample.token_ids)))
 
 
@@ -147,7 +147,7 @@ def _question(index: int, prompt: Prompt) -> Question:
 
 
 def _failed(sample: Sample, leaf: Node) -> Sample:
-    """A path that the process model could not score has no reward, and says why."""
+    """A path that the process model could not score has no reward but an error."""
     if leaf.state != "failed" or sample.finish_reason in ("abort", "error"):
         return sample
     kind, _, message = (leaf.error or "").partition(": ")

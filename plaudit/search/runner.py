@@ -1,7 +1,7 @@
-"""Many questions searched together: one batch of steps and one of scores per round, over all of them.
+"""Searches many questions together: one batch of steps and one of scores per round, over all of them.
 
-A question takes part in a round with what its own last round made possible; when one is over the next one takes its
-place. So questions are at different depths, and a batch stays full until the last ones.
+A question takes part in a round depending on the result of its own last round; when one is finished the next one takes
+its slot. So questions are at different depths, and batches stay full until the last ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """right     whether the answer is the truth, where that is known
-    stopped   why the question's search is over: done, lead, budget: ..., no answer: ..., failed: ..., interrupted"""
+    """right     whether the answer equals the truth, if known
+    stopped   why the search ended: done, lead, budget: ..., no answer: ..., failed: ..., interrupted"""
 
     question: Question
     tree: Tree
@@ -49,13 +49,13 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Open:
-    """A question that is being searched.
+    """The state of a question that is being searched.
 
-    trails          the paths to the nodes that are gone on from
-    scored_tokens   the nodes that may be gone on from, with what the PRM read of each
-    written, judged  where the paths to them end, in the policy's engine and in the PRM's
-    spare           where those end that are given up
-    hidden          the PRM's state at the end of each new node, until it is clustered
+    trails          the paths to the nodes that may be continued
+    scored_tokens   the nodes that may be continued, with the tokens the PRM read of each
+    written, judged  the handles of their ends in the policy's and in the PRM's engine
+    spare           handles to be released
+    hidden          the PRM's hidden state at the end of each new node, until it is clustered
     """
 
     question: Question
@@ -79,8 +79,8 @@ class Runner:
         stopped: threading.Event | None = None, on_round: Callable[[Driver], None] | None = None,
         outcome: Scorer | None = None,
     ) -> None:  # fmt: skip
-        """`stopped`: once it is set, what is under way is left as it is. `on_round` is told of every question's
-        rounds. `outcome` scores finished responses for the vote, in place of `scorer`."""
+        """`stopped`: when set, work in progress is abandoned. `on_round` is called after every question's rounds.
+        `outcome` scores finished responses for the vote, instead of `scorer`."""
         self.recipe = recipe
         self.policy = policy
         self.scorer = scorer
@@ -95,8 +95,8 @@ class Runner:
         self._open: list[_Open] = []
 
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
-        """Outcomes as they come. Where a server is lost the open questions come out with the answers they have, then
-        the error is raised; closing the iterator leaves them out."""
+        """Outcomes as they finish. If a server is lost, open questions return their partial results, then the error is
+        raised; closing the iterator omits them."""
         waiting = iter(questions)
         more = True
         while (more or self._open) and not self._stopped.is_set():
@@ -118,7 +118,7 @@ class Runner:
                 raise
 
     def _choose(self) -> tuple[list[_Open], list[tuple[_Open, list[Expand]]]]:
-        """The questions that are over, and those that go on with what they expand."""
+        """The finished questions, and the others with their expansions."""
         began = time.perf_counter()
         chosen = [(searched, searched.driver.expansions()) for searched in self._open]
         self.phases["choose"] += time.perf_counter() - began
@@ -171,7 +171,7 @@ class Runner:
         return nodes
 
     def _judge(self, tree: Tree, node: Node, step: Step, before: str) -> None:
-        """What became of a step, before it is scored."""
+        """Sets the state of a new node, before it is scored."""
         table = self.recipe.steps
         content = step.text.removesuffix(table.stop).strip()
         if step.error is not None:
@@ -180,15 +180,15 @@ class Runner:
             left = table.max_tokens - tree.length(node.parent)
             limit = f"steps.max_tokens = {table.max_tokens}" if left <= table.max_step_tokens else "max_step_tokens"
             node.state = "cut"
-            node.error = f"no {table.stop!r} ended the step within {len(step.tokens)} tokens ({limit})"
+            node.error = f"the step did not end with {table.stop!r} within {len(step.tokens)} tokens ({limit})"
         elif not content and step.ended == "end" and not before.strip():
-            node.state, node.error = "failed", "empty response: the policy ended it before it wrote a step"
+            node.state, node.error = "failed", "empty response: the policy ended it before the first step"
         elif not content and step.ended != "end" and not self.scorer.whole:
-            node.state, node.error = "failed", "empty step: the policy wrote nothing but the step's end"
+            node.state, node.error = "failed", "empty step: the policy generated only the step's end"
         elif step.ended == "end" or self.reading.final(before + step.text):
             node.state = "finished"
             if self.reading.answer(before + step.text) is None:
-                node.error = f"ended without an answer that {table.answer!r} finds"
+                node.error = f"ended without an answer that matches {table.answer!r}"
         elif node.depth >= self.recipe.search.max_depth:
             node.state, node.error = "cut", f"no answer after max_depth = {node.depth} steps"
 
@@ -207,21 +207,21 @@ class Runner:
                 searched.hidden[node.id] = result.hidden
             _note(searched.driver, node, result)
         for searched, node in firsts:
-            if node.state == "finished" and node.score is None:  # the steps before it say what the path is worth
+            if node.state == "finished" and node.score is None:  # it has the score of the steps before it
                 node.value = searched.driver.value(node)
         for searched, nodes in made:
             for node in nodes:
                 first = searched.tree.nodes[node.twin]
                 if node.twin != node.id:
                     node.score, node.value, node.state, node.error = first.score, first.value, first.state, first.error
-        # What a batch computed is shared out by the paths each question had in it.
+        # The batch's computed tokens are attributed by each question's number of paths.
         spent = self.scorer.computed - before
         for searched, paths in Counter(searched for searched, _ in wanted).items():
             searched.driver.costs.prm_tokens += round(spent * (paths / len(wanted)))
         self.phases["score"] += time.perf_counter() - began
 
     def _has_score(self, node: Node) -> bool:
-        """Whether a step is scored. A response that ends behind a complete step has no further one to score."""
+        """Whether a step is scored. A response that ends after a complete step has no further step to score."""
         if self.scorer.whole:
             return node.state == "finished"
         return node.state == "open" or (node.state == "finished" and bool(node.text.strip()))
@@ -232,7 +232,7 @@ class Runner:
         return Path(searched.question.prompt, steps, read, place)
 
     def _look_ahead(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
-        """Judge open leaves by where a few greedy steps lead. Those steps are thrown away; their cost is not."""
+        """Scores open leaves after a few greedy steps, which are discarded but count as cost."""
         leaves = [(s, n) for s, nodes in made for n in nodes if n.twin == n.id and n.state == "open"]
         asks = [self._ask(searched, Expand(node.id, 1), greedy=True) for searched, node in leaves]
         paths = [self._path(searched, node) for searched, node in leaves]
@@ -277,7 +277,7 @@ class Runner:
                 node.cluster = searched.tree.nodes[node.twin].cluster
 
     def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
-        """Give back the KV of everything that can no longer be expanded: of all, once the search is over."""
+        """Release the KV cache of everything that can no longer be expanded: of all, once the search is over."""
         kept = {e.node for e in expansions} | set(searched.driver.live()) if expansions else set()
         gone = [id for id in searched.scored_tokens if id not in kept]
         if not gone:
@@ -304,7 +304,7 @@ class Runner:
         return Outcome(question, driver.tree, driver, answers, answer, right, stopped)
 
     def _weighed(self, searched: _Open, answers: Sequence[Answer], outcome: Scorer) -> list[Answer]:
-        """Answers with the outcome model's scores; one that has none does not vote."""
+        """Answers with the outcome model's scores; one without a score does not vote."""
         nodes = searched.tree.nodes
         firsts = list(dict.fromkeys(nodes[answer.node].twin for answer in answers))
         began = time.perf_counter()
@@ -318,14 +318,14 @@ class Runner:
 
 
 def _why_none(tree: Tree) -> str:
-    """The commonest reason why a path has no answer."""
+    """The most common reason why paths have no answer."""
     reasons = Counter(node.error for node in tree.nodes if node.error is not None)
-    return reasons.most_common(1)[0][0] if reasons else "no path came to its end"
+    return reasons.most_common(1)[0][0] if reasons else "no path was finished"
 
 
 def _note(driver: Driver, node: Node, result: Scored) -> None:
     if result.error is not None or result.value is None:
-        node.state, node.error = "failed", result.error or "the PRM gave no score"
+        node.state, node.error = "failed", result.error or "the PRM returned no score"
         return
     node.score = result.value
     node.value = driver.value(node)

@@ -1,4 +1,4 @@
-"""A search from its recipe: models and servers opened, questions searched, results kept."""
+"""Runs a search from its recipe: opens models and servers, searches the questions, stores the results."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from plaudit.search.when import following
 from plaudit.search.workers import SearchWorkers
 
 Progress = Callable[[int, int], None]
-"""Told how many questions are done, and of how many."""
+"""Called with the number of finished questions and the total."""
 
 
 class Search:
-    """Holds the models. `policy` and `scorer` are opened from the recipe unless they are given."""
+    """Owns the models. `policy` and `scorer` are opened from the recipe unless given."""
 
     def __init__(
         self, recipe: SearchRecipe, *, policy: Policy | None = None, scorer: Scorer | None = None, tokenizer: Any = None
@@ -57,23 +57,23 @@ class Search:
         self._stopped = threading.Event()
         self.lanes = [self._runner() for _ in range(recipe.groups)]
 
-    def turn_to(self, recipe: SearchRecipe) -> None:
-        """A recipe that differs in [search] alone: from now on its method, with the same models."""
+    def use_recipe(self, recipe: SearchRecipe) -> None:
+        """Switches to a recipe that differs only in [search]: its method, with the same models."""
         self._end()
         self._begin(recipe)
 
     def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
-        """`method = "auto"`: from now on the method that fits these questions, or the one chosen `before`."""
+        """`method = "auto"`: selects the method for these questions, or uses the one chosen `before`."""
         recipe, reading = self.recipe, AnswerReading(self.recipe.steps)
         try:
             choice = Chosen(before, "") if before is not None else choose(recipe, questions, self._searched, reading)
         finally:
             reading.close()
-        self.turn_to(following(recipe, choice.method))
+        self.use_recipe(following(recipe, choice.method))
         return choice
 
     def _searched(self, recipe: SearchRecipe, questions: Sequence[Question]) -> list[Outcome]:
-        self.turn_to(recipe)
+        self.use_recipe(recipe)
         return sorted(self.run(questions), key=lambda outcome: outcome.question.index)
 
     def questions(self) -> list[Question]:
@@ -86,11 +86,11 @@ class Search:
 
     @property
     def undecided(self) -> int:
-        """Answers that could not be compared."""
+        """The number of answers that could not be compared."""
         return self.reading.alike.undecided
 
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
-        """Outcomes as they come; see `Runner.run`."""
+        """Outcomes as they finish; see `Runner.run`."""
         return run_lanes(self.lanes, questions, self._stopped)
 
     def lines(self, questions: Iterable[Question]) -> Iterator[dict[str, Any]]:
@@ -123,7 +123,7 @@ class Search:
 
 
 def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
-    """Who generates, and the tokenizer of prompts."""
+    """The policy, and the tokenizer of prompts."""
     from plaudit.models import choose_device, load_policy, load_tokenizer, resolve
 
     if recipe.engine.name != "core":
@@ -146,26 +146,26 @@ def run_searches(
     resume: bool = False,
     fresh: bool = False,
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """What `plaudit search` does: recipes that differ in [search] alone, each in its directory, with models that are
-    loaded once; the summaries as they come. `bar` shows how far the search of that name is. An interruption (Ctrl-C)
-    keeps what was finished, and is raised."""
+    """Runs `plaudit search`: recipes that differ only in [search], each in its directory, with models that are loaded
+    once; yields their summaries. `bar` shows the progress of a search. On Ctrl-C finished results are kept, and
+    KeyboardInterrupt is raised."""
     with ExitStack() as opened:
         records = [
             opened.enter_context(Record(directory, recipe, resume=resume, fresh=fresh))
             for directory, recipe in recipes.items()
-        ]  # before the models: what is wrong with a directory is told at once
+        ]  # before loading models, so that a bad directory is reported at once
         search = opened.enter_context(closing(_opened([record.recipe for record in records])))
         opened.enter_context(frozen())
         for record in records:
             if record.recipe is not search.recipe:
-                search.turn_to(record.recipe)
+                search.use_recipe(record.recipe)
             with bar(record.directory.name) as progress:
                 figures = _recorded(search, record, progress)
             yield record.directory, figures
 
 
 def _opened(recipes: Sequence[SearchRecipe]) -> Search | SearchWorkers:
-    """For these recipes, by the processes that the first one wants."""
+    """A search with these recipes, in this process or in several, as the first recipe sets."""
     if recipes[0].processes > 1:
         return SearchWorkers(recipes)
     search = Search(recipes[0])
@@ -198,6 +198,6 @@ def _recorded(search: Search | SearchWorkers, record: Record, progress: Progress
 
 
 def _seconds_before(directory: Path) -> float:
-    """What earlier parts of this run took."""
+    """The duration of earlier parts of this run."""
     path = directory / "summary.json"
     return float(json.loads(path.read_text()).get("seconds", 0.0)) if path.is_file() else 0.0

@@ -1,4 +1,4 @@
-"""What a person sees of a search: a bar while it is at work, a summary, and the error of one that answered nothing."""
+"""Terminal output of a search: a progress bar, a summary, and the error of a search without answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plaudit.records import Z_95
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere; it is told how many questions are done, and of how many."""
+    """A bar on a terminal, otherwise nothing; called with the number of finished questions and the total."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -29,7 +29,9 @@ def summary_text(figures: Mapping[str, Any]) -> str:
     if (choice := figures.get("choice")) is not None:
         lines.append(f"  chosen because    {choice['why']}")
         if spent := choice["discarded"].get("generated"):
-            lines.append(f"  pilot             {spent:,} more generated tokens, of searches whose results are not kept")
+            lines.append(
+                f"  pilot             {spent:,} more generated tokens, of searches whose results are discarded"
+            )
     if "accuracy" in figures:
         lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {Z_95 * figures['accuracy_se']:.3f} (95 %)")
     else:
@@ -39,27 +41,29 @@ def summary_text(figures: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {spent:.1f}" for name, spent in figures["phases"].items())
     lines.append(f"  {'seconds':17} {figures['seconds']:.1f}: {phases}")
     if figures["programme_share"]:
-        lines.append(f"  {'share':17} programmes and clusters take {figures['programme_share']:.1%} of the seconds")
+        lines.append(
+            f"  {'share':17} integer programs and clustering take {figures['programme_share']:.1%} of the time"
+        )
     for reason, count in figures.get("no_answer", {}).items():
         lines.append(f"  no answer         {count} of {figures['questions']} questions, most paths for: {reason}")
     over = {name: count for name, count in figures["stopped"].items() if name not in ("done", "no answer")}
     if over:
         lines.append(f"  ended otherwise   {', '.join(f'{name}: {count}' for name, count in over.items())}")
     if figures.get("unsolved"):
-        lines.append(f"  programmes that were not proven best: {figures['unsolved']}")
+        lines.append(f"  integer programs not solved to optimality: {figures['unsolved']}")
     if figures.get("undecided"):
         lines.append(f"  answers that could not be compared: {figures['undecided']}")
     return "\n".join(lines)
 
 
 def refuse_empty(searches: Mapping[Path, Mapping[str, Any]]) -> None:
-    """NoAnswer, if one of these has answered none of its questions."""
+    """Raises NoAnswer if one of these searches has answered none of its questions."""
     for directory, figures in searches.items():
         if figures["questions"] and not figures["answered"]:
             reasons = list(figures.get("no_answer", {})) or [name for name in figures["stopped"] if name != "done"]
             kind, _, name = reasons[0].partition(": ")
-            keys = f"raise budget.{name}" if kind == "budget" else "see [steps] stop, answer, final and max_tokens"
+            keys = f"raise budget.{name}" if kind == "budget" else "check [steps] stop, answer, final and max_tokens"
             raise NoAnswer(
-                f"no path of any question gave an answer ({figures['method']}, {figures['questions']} questions): "
-                f"{reasons[0]}; {keys}, and see every path in {directory / 'results.jsonl'}"
+                f"no path of any question ended in an answer ({figures['method']}, {figures['questions']} questions): "
+                f"{reasons[0]}; {keys}; all paths are in {directory / 'results.jsonl'}"
             )

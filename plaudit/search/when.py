@@ -1,5 +1,5 @@
-"""Which method when: the cells that benchmarks/search_when.py measured (when.json, docs/search-when.md), read for a
-ground of one's own."""
+"""Recommends a method: looks up the cells measured by benchmarks/search_when.py (when.json, docs/search-when.md) for
+given steps, accuracy and AUC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEST_OF_N = "best-of-n"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """cell   of the table, as `cell_name` names it; None where the ground is outside of it"""
+    """cell   of the table, as named by `cell_name`; None outside of the table"""
 
     method: str
     why: str
@@ -26,7 +26,7 @@ class Advice:
 
 
 def advise(ground: GroundTable, width: int) -> Advice:
-    """The method of the nearest cell; outside of what was measured best-of-n, which needs no table to be safe."""
+    """The method of the nearest cell; outside of the measured range best-of-n, which is always safe."""
     at = {"steps": ground.steps, "accuracy": ground.accuracy, "auc": ground.auc, "width": float(width)}
     if outside := [f"{name} {at[name]:.3g}" for name in at if not _covered(name, at[name])]:
         return Advice(BEST_OF_N, f"the table has nothing near {' and '.join(outside)}: best-of-n, as without a table")
@@ -42,7 +42,7 @@ def advise(ground: GroundTable, width: int) -> Advice:
 
 
 def following(recipe: SearchRecipe, method: str) -> SearchRecipe:
-    """The recipe with this method. What it leaves at a default gives way to what the table measured the method with."""
+    """The recipe with this method. Keys at their default take the values that the table was measured with."""
     usual = SearchRuleTable().model_dump()
     given = {name: value for name, value in recipe.search.model_dump().items() if value != usual[name]}
     tree = {**recipe.model_dump(), "search": {**read_table()["keys"][method], **given, "method": method}}
@@ -75,7 +75,7 @@ def _place(at: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _covered(name: str, value: float) -> bool:
-    """A cell at the edge reaches as far outwards as inwards: half way to its neighbour."""
+    """Whether a value is covered: a cell at the edge extends outwards by half the distance to its neighbour."""
     places = sorted({_AXES[name](cell[name]) for cell in read_table()["cells"]})
     low = places[0] - (places[1] - places[0]) / 2
     high = places[-1] + (places[-1] - places[-2]) / 2

@@ -1,8 +1,8 @@
-"""A process that searches some of a run's questions, with a policy and a process model of its own.
+"""A process that searches some of a run's questions, with its own policy and process model.
 
     python -m plaudit.search.worker FD
 
-It asks for a question whenever it has room for one, so that workers are done at about the same time.
+It requests a question whenever it has capacity, so that workers finish at about the same time.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
             super().run()
 
     def step(self) -> None:
-        """All questions of a method."""
+        """Searches all questions of a method."""
         if self._begun is None:
             return
-        self._search.turn_to(self._begun)
+        self._search.use_recipe(self._begun)
         for line in self._search.lines(self._questions_assigned()):
             self.send(frames.Result(line))
         self.send(frames.Done(self._search.phases, self._search.undecided))
@@ -71,7 +71,7 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
 
 
 def part(tree: dict[str, Any], start: frames.Start) -> SearchRecipe:
-    """This worker's share of what is for all: questions at a time, KV, threads, and of several GPUs one."""
+    """This worker's share of common resources: concurrent questions, KV cache, threads, and one of several GPUs."""
     import torch
 
     from plaudit.core.kv.memory import DEFAULT_PART

@@ -1,8 +1,8 @@
-"""The questions of a run dealt out over processes, each with models of its own.
+"""Distributes the questions of a run over processes, each with its own models.
 
-On a GPU a small model takes less time than the Python that searches with it, and one process has one interpreter: with
-several, what one of them computes on the host hides behind what the others compute on the GPU. A question's tree does
-not depend on who searches it.
+On a GPU a small model takes less time than the Python code that searches with it, and a process has one interpreter:
+with several, one process computes on the host while the others use the GPU. A question's tree does not depend on the
+process that searches it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plaudit.search.runner import Outcome
 from plaudit.search.when import following
 
 LOAD_SECONDS = 600.0
-SILENCE_SECONDS = 60.0  # without a sign of life, of which there is one every second
+SILENCE_SECONDS = 60.0  # without a heartbeat, which is sent every second
 END_SECONDS = 10.0
 
 
@@ -51,7 +51,7 @@ class _Worker:
     def received(self) -> Iterator[frames.FromWorker]:
         try:
             data = self.sock.recv(1 << 20)
-        except ConnectionResetError:  # it had not read all that it was sent
+        except ConnectionResetError:  # it exited before it had read everything
             data = b""
         if not data:
             raise RunError(self.ending())
@@ -63,17 +63,17 @@ class _Worker:
 
     def silent(self) -> Iterator[frames.FromWorker]:
         self.child.kill()
-        raise RunError(f"{self.name} gave no sign of life and was ended; --resume searches what is missing")
+        raise RunError(f"{self.name} sent no heartbeat and was killed; --resume searches the missing questions")
 
     def ending(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             code = self.child.wait(END_SECONDS)
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            return f"{self.name} {how}; --resume searches what is missing"
-        return f"{self.name} closed its connection; --resume searches what is missing"
+            return f"{self.name} {how}; --resume searches the missing questions"
+        return f"{self.name} closed its connection; --resume searches the missing questions"
 
     def end(self) -> None:
-        """Behind a closed socket it ends by itself."""
+        """It exits when its socket is closed."""
         try:
             self.child.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ class _Worker:
 
 
 class SearchWorkers:
-    """In place of a Search of this process, for recipes that differ in [search] alone."""
+    """Replaces a Search of this process, for recipes that differ only in [search]."""
 
     def __init__(self, recipes: Sequence[SearchRecipe]) -> None:
         self.recipe = recipes[0]
@@ -101,25 +101,25 @@ class SearchWorkers:
             self.close()
             raise
 
-    def turn_to(self, recipe: SearchRecipe) -> None:
+    def use_recipe(self, recipe: SearchRecipe) -> None:
         self.recipe = recipe
 
     def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
-        """As Search does, by a ground that the recipe gives."""
+        """As in Search, with a ground set in the recipe."""
         reading = AnswerReading(self.recipe.steps)
         try:
             choice = Chosen(before, "") if before is not None else choose(self.recipe, questions, _no_pilot, reading)
         finally:
             reading.close()
-        self.turn_to(following(self.recipe, choice.method))
+        self.use_recipe(following(self.recipe, choice.method))
         return choice
 
     def questions(self) -> list[Question]:
         return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)
 
     def lines(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
-        """Lines of results.jsonl as they come. After a worker's error no other is given a question; what they have is
-        searched to its end, then the error is raised."""
+        """Lines of results.jsonl as they finish. After a worker's error no more questions are assigned; assigned ones
+        are finished, then the error is raised."""
         self.phases, self.undecided = Counter(), 0
         waiting, failure = deque(question.index for question in questions), None
         begin = frames.Begin(self.recipe.model_dump(mode="json", exclude_unset=True))
@@ -144,8 +144,8 @@ class SearchWorkers:
             raise failure
 
     def _frames_of(self, going: list[_Worker]) -> Iterator[tuple[_Worker, frames.FromWorker]]:
-        """Frames as they come, until each of these is Loaded or Done; it is then taken out of `going`, as one is that
-        fails."""
+        """Frames as they arrive, until each worker is Loaded or Done, or has failed; it is then removed from
+        `going`."""
         with selectors.DefaultSelector() as selector:
             for worker in going:
                 selector.register(worker.sock, selectors.EVENT_READ, worker)
@@ -177,4 +177,4 @@ class SearchWorkers:
 
 
 def _no_pilot(recipe: SearchRecipe, questions: Sequence[Question]) -> list[Outcome]:
-    raise RunError("a pilot is searched by one process")  # recipes that want one are refused
+    raise RunError("a pilot is searched by one process")  # recipes that need one are rejected

@@ -1,1 +1,1 @@
-"""Reward models behind HTTP: the server, its protocols and its workers. Only `workers` load torch."""
+"""HTTP server for reward models: the server, its protocols and its workers. Only `workers` import torch."""

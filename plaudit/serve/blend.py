@@ -1,4 +1,4 @@
-"""A blend of other models of the server."""
+"""A model that combines the scores of other models of the same server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plaudit.serve.handle import ModelHandle, ModelStatus, RequestContext, Score
 
 
 class ServedBlend:
-    """All members score, one function combines."""
+    """Scores with all member models and combines their scores with one function."""
 
     def __init__(self, name: str, table: BlendTable, members: Mapping[str, ModelHandle]) -> None:
         self.name = name
@@ -21,8 +21,8 @@ class ServedBlend:
         self._table = table
         self._members = {member: members[member] for member in table.members}
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
+        tasks = [asyncio.create_task(member.score(items, context)) for member in self._members.values()]
         try:
             scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
         finally:
@@ -33,7 +33,7 @@ class ServedBlend:
         return ScoredItems(version, list(results), sum(s.tokens for s in scored.values()))
 
     async def healthy(self) -> str:
-        return ""  # its members say it themselves
+        return ""  # its members report their own state
 
     def status(self) -> ModelStatus:
         return ModelStatus(self.name, self.kind, "")

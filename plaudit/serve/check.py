@@ -1,4 +1,4 @@
-"""`plaudit serve --check`: whether a server of this configuration would start here. No weights are loaded."""
+"""`plaudit serve --check`: checks whether a server with this configuration would start here. Loads no weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Check = Callable[[], str]
 
 
 def findings(table: ServeTable) -> Iterator[tuple[bool, str]]:
-    """Whether it is well, and a line that says of what and why."""
+    """Yields one (ok, line) pair per check; the line says what was checked and what is wrong."""
     checks: dict[str, Check] = {f"model {name}": partial(_model, entry) for name, entry in table.models.items()}
     checks |= {
         "protocols": partial(_protocols, table), "keys": partial(_keys, table), "tls": partial(_tls, table),
@@ -61,13 +61,13 @@ def _model(table: RewardTable) -> str:
     if isinstance(table, EmbeddingTable):
         return f"embedding, {encoder_directory(table.path)}"
     if isinstance(table, JudgeTable) and table.path is None:
-        return f"judge at {table.url}, which was not asked"
+        return f"judge at {table.url}, not contacted"
     assert table.path is not None
     directory = resolve(table.path)
     seen = examine(directory, table.dtype, choose_device(table.device))
     if isinstance(table, JudgeTable | LogprobsTable):
         if seen.kind != "policy":
-            raise ModelError(f"{directory} holds a {seen.kind} model, and kind = {table.kind!r} needs a causal LM")
+            raise ModelError(f"{directory} has a {seen.kind} model; kind = {table.kind!r} needs a causal LM")
     elif isinstance(table, OutcomeTable):
         outcome_reading(table, seen.tokenizer, _facts(table.path, seen), each_label=True)
     else:
@@ -94,12 +94,16 @@ def _keys(table: ServeTable) -> str:
     check_open(table)
     tables = KeySource(table).tables
     expired = [name for name, key in tables.items() if key.expired]
-    return f"{len(tables)} keys" + (f", of which expired: {', '.join(expired)}" if expired else "")
+    return f"{len(tables)} keys" + (f", expired: {', '.join(expired)}" if expired else "")
 
 
 def _tls(table: ServeTable) -> str:
     tls = Tls.of(table)
-    return "none" if tls is None else f"{tls.files[0]}" + ("" if tls.ca is None else f", clients of {tls.ca} alone")
+    return (
+        "none"
+        if tls is None
+        else f"{tls.files[0]}" + ("" if tls.ca is None else f", only clients with a certificate of {tls.ca}")
+    )
 
 
 def _address(table: ServeTable) -> str:
@@ -112,16 +116,16 @@ def _address(table: ServeTable) -> str:
 
 def _root(table: ServeTable) -> str:
     if table.model_root is None:
-        return "none, so that no model can be swapped in"
+        return "not set: models cannot be swapped"
     if not Path(table.model_root).is_dir():
-        raise ConfigError(f"{table.model_root} is not a directory; make it, or leave model_root out")
+        raise ConfigError(f"{table.model_root} is not a directory; create it, or remove model_root")
     return table.model_root
 
 
 def _state(table: ServeTable) -> str:
     if table.state_file is None:
-        return "none, so that swaps are forgotten at the end"
+        return "not set: swaps are lost when the server stops"
     models, vain = restored(table)
     serves = [f"{name} serves {each.state.path}" for name, each in models.items()]
-    ignored = [f"{name} is ignored, since the configuration has changed" for name in vain]
+    ignored = [f"{name} is ignored, because the configuration has changed" for name in vain]
     return "; ".join([table.state_file, *serves, *ignored])

@@ -1,4 +1,4 @@
-"""What every served model is to those who ask it for scores: a handle, a request's context, what comes back."""
+"""The interface of every served model: a handle, the context of a request, and the scored items it returns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Result = Score | StepScores
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """On whose behalf, how urgently, until when.
+    """The API key, priority, deadline and cache options of a request.
 
-    path   the items are works of positions, which may come again with a step more: each position is kept on its own, so
-           that its score is found again and only the new step is computed
+    path   the items are paths of a search that may be sent again with one more step: each position is cached on its
+           own, so that only the new step is computed
     """
 
     tenant: str
@@ -46,7 +46,7 @@ class ScoredItems:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What a model says of itself. `version` is "" where it has none."""
+    """The state a model reports. `version` is "" for models without versions."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus(ModelStatus):
-    """Of a model that workers compute. `max_tokens` is None until it is loaded."""
+    """The state of a model computed by workers. `max_tokens` is None until it is loaded."""
 
     restarts: int = 0
     max_tokens: int | None = None
@@ -76,31 +76,31 @@ class ModelHandle(Protocol):
     @property
     def kind(self) -> str: ...
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems: ...
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems: ...
 
     async def healthy(self) -> str:
-        """ "" or why not."""
+        """Returns "" if the model is healthy, otherwise the reason."""
 
     def status(self) -> ModelStatus: ...
 
     async def close(self) -> None: ...
 
     def kill(self) -> None:
-        """End its processes at once, without the event loop's help: the server exits and will not wait."""
+        """Kill its processes at once, without the event loop: the server exits without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerResources:
-    """What all models of a server share."""
+    """Resources shared by all models of a server."""
 
     admission: Admission
     metrics: Metrics
     cache: ScoreCache
     threads: ThreadPoolExecutor
     calls: FairCalls
-    """On those threads."""
+    """Runs blocking calls on those threads."""
     environment: Mapping[str, str]
     on_change: Callable[[], None]
     load_seconds: float
     cluster: Cluster | None = None
-    """Where Ray Serve keeps the workers; None: they are processes of the server's own."""
+    """The Ray cluster whose Ray Serve runs the workers; None: they are child processes of the server."""

@@ -1,4 +1,4 @@
-"""A judge that our own engine runs: items become prompts for a worker, its answers become scores."""
+"""An LLM judge that our engine runs: turns items into prompts for a worker, and its answers into scores."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from plaudit.serve.workers.jobs import Continuation, GenerateJob
 
 
 class JudgeReading:
-    """What OutcomeReading and ProcessReading are for rows of numbers, for texts."""
+    """The counterpart of OutcomeReading and ProcessReading for models that answer with text."""
 
     def __init__(self, table: JudgeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         if not facts.causal:
-            raise ModelError(f"{facts.name} cannot be a judge: it has no vocabulary head and writes no text")
+            raise ModelError(f"{facts.name} cannot be a judge: it has no language model head and generates no text")
         self.facts = facts
         self.limit = facts.max_positions - table.max_tokens
         if self.limit < 1:
-            raise ModelError(f"max_tokens = {table.max_tokens} leaves no room in {facts.max_positions} positions")
+            raise ModelError(
+                f"max_tokens = {table.max_tokens} leaves no space for a prompt in {facts.max_positions} "
+                "positions; set it lower"
+            )
         self._table = table
         self._judge = Judge(table)
         self._tokenizer = tokenizer
@@ -35,7 +38,7 @@ class JudgeReading:
         except (RequestError, ModelError) as error:
             raise Refused("bad_messages", str(error)) from None
         if len(tokens) > self.limit:
-            raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens, at most {self.limit} fit")
+            raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens; at most {self.limit} fit")
         return GenerateJob(tokens, Sampling(self._table.max_tokens, self._table.temperature))
 
     def finish(self, answer: Continuation) -> Score:

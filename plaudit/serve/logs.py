@@ -1,4 +1,4 @@
-"""One JSON object a line on stderr: what happened, never the texts. A full disk or a slow reader stops no request."""
+"""JSON log lines on stderr: events, never texts. A full disk or a slow reader does not block requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAITING_LINES = 10_000
 
 
 class Log:
-    """Lines are written by a thread; when it cannot keep up they are dropped and counted by `on_failure`."""
+    """A thread writes the lines; when it falls behind, lines are dropped and counted by `on_failure`."""
 
     def __init__(self, on_failure: Callable[[], None], file: int | None = None) -> None:
         self._file = sys.stderr.fileno() if file is None else file
@@ -25,14 +25,15 @@ class Log:
         self._thread.start()
 
     def __call__(self, event: str, **fields: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})  # escapes CR, LF and the rest
+        # escapes CR, LF and other control characters
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
         try:
             self._lines.put_nowait(line.encode() + b"\n")
         except queue.Full:
             self._on_failure()
 
     def close(self, seconds: float = 1.0) -> None:
-        """Write what is waiting, if that goes quickly."""
+        """Write the queued lines, waiting at most `seconds`."""
         try:
             self._lines.put_nowait(None)
         except queue.Full:

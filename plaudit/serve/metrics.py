@@ -1,4 +1,4 @@
-"""What the server counts: for Prometheus, and the last minutes for the page."""
+"""The server's metrics: for Prometheus, and the last minutes for the live page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from plaudit import __version__
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 HISTORY_SECONDS = 300
-ADMIN = "admin"  # who came with the admin key
+ADMIN = "admin"  # the name of requests with the admin key
 SCORES_KEPT = 2000
 RESULTS = ("scored", "failed")
-LATENCIES_KEPT = 10_000  # of a second
+LATENCIES_KEPT = 10_000  # per second
 M = TypeVar("M", Counter, Histogram)
 
 
@@ -56,47 +56,51 @@ class Metrics:
             __version__, platform.python_version(), version("torch")
         ).set(1)
         self.requests = counter(
-            "requests_total", "Answered requests, without probes and pages", "model", "protocol", "status", "key"
+            "requests_total", "Answered requests, without health checks and pages", "model", "protocol", "status", "key"
         )
-        self.probes = counter("probes_total", "Answers on routes that are open to anybody: health and pages", "status")
+        self.probes = counter("probes_total", "Replies of routes that are open to anyone: health and pages", "status")
         self.request_seconds = histogram(
             "request_seconds",
-            "From the first byte to the reply, without probes and pages",
+            "From the first byte to the reply, without health checks and pages",
             SECONDS,
             "model",
             "protocol",
         )
-        self.key_tokens = counter("key_tokens_total", "Tokens of answered items, by who sent them", "key", "model")
+        self.key_tokens = counter("key_tokens_total", "Tokens of answered items, by API key", "key", "model")
         self.errors = counter("errors_total", "Errors of requests and items", "type")
         self.items = counter("items_total", "Items answered with a score", "model")
         self.tokens = counter(
-            "tokens_total", "Tokens submitted; computed by the model; found in the prefix tree; of items computed once "
-            "for several; of items found in the score cache", "model", "kind",
+            "tokens_total", "Tokens submitted; computed by the model; reused from the prefix tree; of items "
+            "computed once "
+            "for several; of items answered from the score cache", "model", "kind",
         )  # fmt: skip
-        self.queue_tokens = gauge("queue_tokens", "Tokens that wait to be sent to the worker", "model")
-        self.queue_items = gauge("queue_items", "Items that wait to be sent to the worker", "model")
-        self.held_tokens = gauge("held_tokens", "Tokens that the worker holds", "model")
-        self.queue_seconds = histogram("queue_seconds", "Wait of an item for the worker", SECONDS, "model")
+        self.queue_tokens = gauge("queue_tokens", "Tokens queued for the worker", "model")
+        self.queue_items = gauge("queue_items", "Items queued for the worker", "model")
+        self.held_tokens = gauge("held_tokens", "Tokens in flight at the worker", "model")
+        self.queue_seconds = histogram("queue_seconds", "Queueing time of an item", SECONDS, "model")
         self.compute_seconds = histogram(
-            "compute_seconds", "From the worker taking an item to its score", SECONDS, "model"
+            "compute_seconds", "From sending an item to the worker to its score", SECONDS, "model"
         )
-        self.batch_tokens = histogram("batch_tokens", "Tokens of a step of the model", TOKENS, "model")
+        self.batch_tokens = histogram("batch_tokens", "Tokens per step of the model", TOKENS, "model")
         self.prepare_seconds = histogram("prepare_seconds", "Rendering and tokenising a request", SECONDS, "model")
         self.expired = counter(
-            "expired_before_batch_total", "Items whose deadline passed before they were sent", "model"
+            "expired_before_batch_total", "Items whose deadline expired before they were sent", "model"
         )
-        self.cancelled = counter("cancelled_total", "Items whose client went away", "model")
-        self.rejected = counter("rejected_total", "Requests refused for overload or drain", "reason")
-        self.restarts = counter("worker_restarts_total", "Workers that had to be started again", "model")
+        self.cancelled = counter("cancelled_total", "Items whose client disconnected", "model")
+        self.rejected = counter("rejected_total", "Requests rejected because of overload or draining", "reason")
+        self.restarts = counter("worker_restarts_total", "Restarts of workers", "model")
         self.replica_items = counter("replica_items_total", "Items that a replica answered", "model", "replica")
         self.replica_tokens = counter(
-            "replica_tokens_total", "Tokens that a replica computed, or found in its tree", "model", "replica", "kind"
+            "replica_tokens_total", "Tokens that a replica computed, or reused from its prefix "
+            "tree", "model", "replica", "kind"
         )  # fmt: skip
-        self.replica_restarts = counter("replica_restarts_total", "Starts after a death", "model", "replica")
-        self.replica_held = gauge("replica_held_tokens", "Tokens that a replica holds", "model", "replica")
-        self.replica_ready = gauge("replica_ready", "1 if the replica computes", "model", "replica")
-        self.worker_resident = gauge("worker_resident_bytes", "Memory of a replica's worker", "model", "replica")
-        self.worker_device = gauge("worker_device_bytes", "Of a GPU, held by a replica's worker", "model", "replica")
+        self.replica_restarts = counter("replica_restarts_total", "Restarts after a crash", "model", "replica")
+        self.replica_held = gauge("replica_held_tokens", "Tokens in flight at a replica", "model", "replica")
+        self.replica_ready = gauge("replica_ready", "1 if the replica is ready", "model", "replica")
+        self.worker_resident = gauge(
+            "worker_resident_bytes", "Resident memory of a replica's worker", "model", "replica"
+        )
+        self.worker_device = gauge("worker_device_bytes", "GPU memory of a replica's worker", "model", "replica")
         self.version = gauge("model_info", "1 for the version in service", "model", "version")
         self._of_versions: dict[tuple[str, str], VersionCounts] = {}
         by_version = ("model", "version")
@@ -104,12 +108,13 @@ class Metrics:
             "plaudit_version_items_total", "Answered items", (*by_version, "result"), registry=self.registry
         )
         self.version_seconds = Histogram(
-            "plaudit_version_seconds", "From a request's items to their answers", by_version, buckets=SECONDS,
+            "plaudit_version_seconds", "From submitting a request's items to their "
+            "answers", by_version, buckets=SECONDS,
             registry=self.registry,
         )  # fmt: skip
         self.version_scores = gauge("version_score_sum", "Sum of the scores of all scored items", *by_version)
         self.gc_seconds = histogram("gc_pause_seconds", "Pauses of the garbage collector", SECONDS)
-        self.loop_lag = histogram("loop_lag_seconds", "How late the event loop was", SECONDS)
+        self.loop_lag = histogram("loop_lag_seconds", "Delay of the event loop", SECONDS)
         self.log_failures = counter("log_failures_total", "Log lines that could not be written")
         self.history = History()
         self._collecting = 0.0
@@ -123,7 +128,7 @@ class Metrics:
         return counts
 
     def forget(self, model: str, version: str) -> None:
-        """A version that is closed: a trainer may swap thousands of times."""
+        """Remove the metrics of a closed version: a trainer may swap thousands of times."""
         if self._of_versions.pop((model, version), None) is not None:
             for result in RESULTS:
                 self.version_items.remove(model, version, result)
@@ -141,7 +146,7 @@ class Metrics:
 
 
 class CriticGauges:
-    """What `plaudit critic` has besides."""
+    """Additional metrics of `plaudit critic`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.updates = Gauge("plaudit_critic_updates", "Updates of the critic", registry=registry)
@@ -149,7 +154,7 @@ class CriticGauges:
 
 
 class VersionCounts:
-    """What one version of a model has answered, for those who choose between two."""
+    """Counts of one version's answers, to compare a canary with the main version."""
 
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         self._scored, self._failed = (metrics.version_items.labels(model, version, result) for result in RESULTS)
@@ -157,7 +162,7 @@ class VersionCounts:
         self._sum = metrics.version_scores.labels(model, version)
 
     def count(self, scored: int, failed: int, seconds: float, scores: float = 0.0) -> None:
-        """The answers of one request."""
+        """Count the answers of one request."""
         self._scored.inc(scored)
         self._failed.inc(failed)
         self._seconds.observe(seconds)
@@ -165,15 +170,15 @@ class VersionCounts:
 
 
 def _quick(metric: M) -> M:
-    """Remembers its children by their labels: to look one up costs more than to count. For metrics whose children are
-    never removed."""
+    """Caches the children by their labels, because looking one up costs more than counting. For metrics whose children
+    are never removed."""
     metric.labels = lru_cache(maxsize=None)(metric.labels)  # type: ignore[method-assign]
     return metric
 
 
 @dataclass
 class ModelCounts:
-    """Plain running sums of one model, for the page."""
+    """Running sums of one model, for the live page."""
 
     items: int = 0
     failed: int = 0
@@ -193,7 +198,7 @@ class ModelCounts:
 
 
 class History:
-    """One line a second of the last minutes, and the last errors."""
+    """One entry per second of the last minutes, and the last errors."""
 
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
@@ -211,7 +216,8 @@ class History:
         self.errors.append((tenant, error))
 
     def errors_of(self, tenant: str | None) -> list[dict[str, Any]]:
-        """The last first, of all if None: messages quote what was asked, so that only the admin sees others'."""
+        """Errors, newest first; of all keys if None: messages quote requests, so only the admin sees those of
+        others."""
         return [error for whose, error in reversed(self.errors) if tenant in (None, whose)]
 
     def tick(self, queue_tokens: int, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""What stands behind a model's name: a model in its worker, a rule, a judge, or a blend of others."""
+"""The models that a server serves: a model in its worker, a rule, a judge, or a blend of others."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
 
 P = TypeVar("P")
 R = TypeVar("R")
-INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
+INLINE_CHARACTERS = 4096  # of a request that is tokenised inline: a thread would cost more
 INLINE_TOKENS = 65536
-TOGETHER = 16  # items that are prepared or scored at once: others wait meanwhile
-PIECE_CHARACTERS = 65536  # of texts that are tokenised at once
-CALL_SECONDS = 0.05  # of rules that are called at once
-ANY_TIME = 3600.0  # the deadline of a request that has another one around it
+TOGETHER = 16  # items prepared or scored in one thread call; others wait meanwhile
+PIECE_CHARACTERS = 65536  # of texts tokenised in one thread call
+CALL_SECONDS = 0.05  # target duration of one thread call of rules
+NO_DEADLINE = 3600.0  # for requests that are already limited by another deadline
 
 
 class ServedModel:
-    """A model in its worker: outcome, process, or a judge of our own. A swap puts another deployment in place;
-    requests stay with the one they came to."""
+    """A model in its worker: outcome, process, or a judge that our engine runs. A swap replaces its deployment;
+    requests stay with the deployment they were sent to."""
 
     def __init__(self, name: str, table: Table, resources: ServerResources) -> None:
         self.name = name
         self._resources = resources
         self._counts = resources.metrics.history.model(name)
         self._number = 0
-        self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
+        self._deployments: set[Deployment] = set()  # in service, loading or retiring
         self._retiring: set[asyncio.Task[None]] = set()
         self._autoscale = _autoscale(table)
         self.main = self._deploy(table)
         self.canary: Canary | None = None
-        self._resumed: tuple[Table, float] | None = None  # the canary of the server before this one, until it is loaded
+        self._resumed: tuple[Table, float] | None = None  # the previous server's canary, until it is loaded
 
     @property
     def kind(self) -> str:
@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def current(self) -> Version:
-        """The version that answers the request at hand."""
+        """The version that answers the current request."""
         if self.canary is not None and self.canary.takes(ROUTE_KEY.get()):
             return self.canary.version
         return self.main
@@ -106,7 +106,7 @@ class ServedModel:
         self._resumed = (table, share)
 
     async def load(self, table: Table) -> Version:
-        """Another version, loaded and warmed up beside this one, which is for `use`, `try_out` or `discard`."""
+        """Loads and warms up another version beside this one; pass it to `use`, `try_out` or `discard`."""
         if self.main.reading is None:
             raise RequestError(f"{self.name} is still loading; wait until it is ready")
         self._number += 1
@@ -119,7 +119,7 @@ class ServedModel:
         return fresh
 
     def use(self, version: Version) -> None:
-        """In place of the main version. Requests stay with the one they came to."""
+        """Make it the main version. Requests in progress stay with the version they were sent to."""
         if self.canary is not None and self.canary.version is version:
             self.canary = None
         old, self.main = self.main, version
@@ -132,7 +132,7 @@ class ServedModel:
         self._resources.on_change()
 
     def discard(self, version: Version) -> None:
-        """When the requests that it has are answered."""
+        """Close it after its requests are answered."""
         if self.canary is not None and self.canary.version is version:
             self.canary = None
         self._resources.metrics.version.remove(self.name, version.name)
@@ -144,43 +144,45 @@ class ServedModel:
     def _serves(self, version: Version) -> None:
         self._resources.metrics.version.labels(self.name, version.name).set(1)
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
         version = self.current
         deployment, reading = version.deployment, version.reading
         if reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         if isinstance(reading, EmbeddingReading):
-            raise HttpError(422, "wrong_kind", f"{self.name} is an encoder and gives no score: POST to /v1/embeddings")
+            raise HttpError(
+                422, "wrong_kind", f"{self.name} is an encoder and returns no scores: POST to /v1/embeddings"
+            )
         if isinstance(reading, LogprobsReading):
             raise HttpError(
-                422, "wrong_kind", f"{self.name} writes text and gives no score: POST to /v1/chat/completions; a "
-                'causal LM that judges steps needs kind = "process" and its format',
+                422, "wrong_kind", f"{self.name} generates text and returns no scores: POST to /v1/chat/completions; a "
+                'causal LM that scores steps needs kind = "process" and its format',
             )  # fmt: skip
         with deployment.in_use():
             began = time.perf_counter()
-            works = await self._prepare(reading, items, ask)
+            works = await self._prepare(reading, items, context)
             seconds = time.perf_counter() - began
             self._resources.metrics.prepare_seconds.labels(self.name).observe(seconds)
             if (trace := TRACE.get()) is not None:
                 trace.prepared(seconds)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
-            answers = await self._compute(deployment, sound, tokens, ask)
+            answers = await self._compute(deployment, sound, tokens, context)
         results = _finished(reading, works, answers, deployment.version)
         values = [r.aggregate if isinstance(r, StepScores) else r.value for r in results]
         scores = [value for value in values if value is not None]
         self._count(version, len(scores), len(results), time.perf_counter() - began, sum(scores))
         return ScoredItems(deployment.version, results, tokens)
 
-    async def read(self, works: Sequence[Work | GenerateJob], ask: RequestContext) -> tuple[str, list[Answer]]:
-        """The rows of each work as they come from the model, or how a prompt goes on, and the version they are of."""
+    async def read(self, works: Sequence[Work | GenerateJob], context: RequestContext) -> tuple[str, list[Answer]]:
+        """Returns the version, and for each work the model's rows or the continuation of the prompt."""
         version = self.current
         deployment = version.deployment
         if version.reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         began = time.perf_counter()
         with deployment.in_use():
-            answers = await self._compute(deployment, works, sum(work.cost for work in works), ask)
+            answers = await self._compute(deployment, works, sum(work.cost for work in works), context)
         good = sum(not isinstance(answer, ItemError) for answer in answers)
         self._count(version, good, len(answers), time.perf_counter() - began)
         return deployment.version, answers
@@ -189,7 +191,7 @@ class ServedModel:
         self._resources.metrics.of_version(self.name, version.name).count(scored, items - scored, seconds, scores)
 
     async def tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int] | ItemError]:
-        """Texts that somebody else has rendered."""
+        """Tokenises texts that the caller has rendered."""
         intake = self.intake()
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return _tokenised(intake, texts, special)
@@ -198,9 +200,9 @@ class ServedModel:
     async def in_turn(
         self, run: Callable[[Sequence[P]], list[R]], parts: Sequence[P], size: Callable[[P], int]
     ) -> list[R]:
-        """What `run` makes of the parts, in threads and a piece at a time: others take turns in between."""
+        """Runs `run` on the parts in threads, one piece at a time, so that other requests take turns."""
         calls = [(partial(run, piece), sum(map(size, piece))) for piece in _pieces(parts, size)]
-        rows = await self._resources.calls.run(calls, TENANT.get(), time.monotonic() + ANY_TIME)
+        rows = await self._resources.calls.run(calls, TENANT.get(), time.monotonic() + NO_DEADLINE)
         return [row for piece in rows for row in piece]
 
     def intake(self) -> Intake:
@@ -210,17 +212,21 @@ class ServedModel:
         return version.reading.intake
 
     async def _compute(
-        self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, ask: RequestContext
+        self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, context: RequestContext
     ) -> list[Answer]:
         paths: list[Path] = []
         left = works
-        if ask.path:
-            paths = [deployment.path(work, ask.salt, recall=ask.cache) for work in works if isinstance(work, Work)]
+        if context.path:
+            paths = [
+                deployment.path(work, context.salt, recall=context.cache) for work in works if isinstance(work, Work)
+            ]
             left = [path.rest for path in paths if path.rest is not None]
-        with self._resources.admission.tokens(ask.tenant, tokens):
-            ticket = deployment.submit(left, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
-            answers = await self._wait(deployment, ticket, ask)
-        if not ask.path:
+        with self._resources.admission.tokens(context.tenant, tokens):
+            ticket = deployment.submit(
+                left, tenant=context.tenant, priority=context.priority, salt=context.salt, cached=context.cache
+            )
+            answers = await self._wait(deployment, ticket, context)
+        if not context.path:
             return answers
         remaining = iter(answers)
         return [path.joined(None if path.rest is None else next(remaining)) for path in paths]
@@ -251,9 +257,10 @@ class ServedModel:
             deployment.kill()
 
     def scale(self, count: int) -> None:
-        """Towards this many replicas. With max_replicas in its table, what waits decides again from the next second."""
+        """Set the target number of replicas. With max_replicas in its table, autoscaling resumes from the next
+        second."""
         if not isinstance(self.main.table, ReadByEngine):
-            raise RequestError(f"{self.name} is a {self.kind} model, which has one worker")
+            raise RequestError(f"{self.name} is a {self.kind} model, which always has one worker")
         self.main.table = self.main.table.model_copy(update={"replicas": count})
         self.main.deployment.scale(count)
 
@@ -263,7 +270,7 @@ class ServedModel:
         if self.main.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
             return
         if self._resources.cluster is not None:
-            return  # Ray Serve does it
+            return  # Ray Serve scales it
         if (self._autoscale.least, self._autoscale.most) != (table.replicas, table.max_replicas):
             self._autoscale = _autoscale(table)
         staying = sum(not replica.leaving for replica in deployment.replicas)
@@ -297,7 +304,7 @@ class ServedModel:
         self._deployments.discard(deployment)
 
     async def _prepare(
-        self, reading: Scoring, items: Sequence[Item], ask: RequestContext
+        self, reading: Scoring, items: Sequence[Item], context: RequestContext
     ) -> list[Work | GenerateJob | ItemError]:
         if _small(items):
             return _prepared(reading, items, None)
@@ -305,22 +312,22 @@ class ServedModel:
         pieces = [items[start : start + TOGETHER] for start in range(0, len(items), TOGETHER)]
         calls = [(partial(_prepared, reading, piece, over), sum(map(_guessed_tokens, piece))) for piece in pieces]
         try:
-            works = await self._resources.calls.run(calls, ask.tenant, ask.deadline, ask.priority)
+            works = await self._resources.calls.run(calls, context.tenant, context.deadline, context.priority)
         finally:
-            over.set()  # a thread cannot be stopped: this one looks here before each item
+            over.set()  # a thread cannot be cancelled: it checks this before each item
         return [work for piece in works for work in piece]
 
-    async def _wait(self, deployment: Deployment, ticket: Ticket, ask: RequestContext) -> list[Answer]:
+    async def _wait(self, deployment: Deployment, ticket: Ticket, context: RequestContext) -> list[Answer]:
         metrics = self._resources.metrics
-        # asyncio.timeout does the same at several times the price, which small requests would feel.
-        timer = asyncio.get_running_loop().call_later(ask.deadline - time.monotonic(), ticket.expire)
+        # asyncio.timeout does the same but is several times slower, which matters for small requests.
+        timer = asyncio.get_running_loop().call_later(context.deadline - time.monotonic(), ticket.expire)
         try:
             await ticket.done
         except TimeoutError:
             waiting, computing = deployment.cancel(ticket)
             metrics.expired.labels(self.name).inc(waiting)
             raise HttpError(
-                504, "deadline", f"the deadline passed with {waiting} items waiting and {computing} being computed"
+                504, "deadline", f"the deadline expired with {waiting} items queued and {computing} being computed"
             ) from None
         except asyncio.CancelledError:
             waiting, computing = deployment.cancel(ticket)
@@ -334,7 +341,7 @@ class ServedModel:
 
 
 class ServedCalls:
-    """A rule, or a judge behind somebody's HTTP server: threads wait for what happens elsewhere."""
+    """A rule, or a judge behind another HTTP server: threads wait for the external call."""
 
     def __init__(
         self, name: str, kind: str, reward: Reward, version: str, resources: ServerResources, threads: int
@@ -346,15 +353,15 @@ class ServedCalls:
         self._resources = resources
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
         self._calls = FairCalls(self._threads, threads)
-        self._seconds = CALL_SECONDS  # that an item takes, of late
+        self._seconds = CALL_SECONDS  # recent duration per item
 
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        # As many at once as are done in a moment: a slow one keeps no others of its call waiting.
+    async def score(self, items: Sequence[Item], context: RequestContext) -> ScoredItems:
+        # As many per thread call as take CALL_SECONDS, so that slow items do not delay others.
         size = max(1, min(TOGETHER, int(CALL_SECONDS / max(self._seconds, 1e-6))))
         pieces = [items[start : start + size] for start in range(0, len(items), size)]
         calls = [(partial(self._score, piece), sum(map(_guessed_tokens, piece))) for piece in pieces]
-        with self._resources.admission.tokens(ask.tenant, sum(cost for _, cost in calls)):
-            results = await self._calls.run(calls, ask.tenant, ask.deadline, ask.priority)
+        with self._resources.admission.tokens(context.tenant, sum(cost for _, cost in calls)):
+            results = await self._calls.run(calls, context.tenant, context.deadline, context.priority)
         return ScoredItems(self._version, [result for piece in results for result in piece], 0)
 
     def _score(self, items: Sequence[Item]) -> list[Result]:
@@ -384,7 +391,7 @@ def _autoscale(table: Table) -> Autoscale:
 
 
 def _pieces(parts: Sequence[P], size: Callable[[P], int]) -> Iterator[list[P]]:
-    """Runs of them, each ended by the one that makes it large."""
+    """Splits parts into pieces; a piece ends with the part that reaches the size limit."""
     piece: list[P] = []
     characters = 0
     for part in parts:
@@ -401,7 +408,7 @@ def _small(items: Sequence[Item]) -> bool:
     characters = tokens = 0
     for item in items:
         if item.messages is not None or isinstance(item.prompt, tuple):
-            return False  # a chat template is rendered in another process, which takes its time
+            return False  # a chat template is rendered in another process, which takes time
         if item.tokens is not None:
             tokens += len(item.tokens)
         else:
@@ -416,7 +423,7 @@ def _prepared(
     works: list[Work | GenerateJob | ItemError] = []
     for place, item in enumerate(items):
         if over is not None and over.is_set():
-            break  # nobody waits for them
+            break  # the request was cancelled
         if place == 0 and not isinstance(reading, JudgeReading):
             reading.prerender(items)
         try:
@@ -441,7 +448,7 @@ def _tokenised(intake: Intake, texts: Sequence[str], special: bool) -> list[list
 def _finished(
     reading: Scoring, works: Sequence[Work | GenerateJob | ItemError], answers: Sequence[Answer], version: str
 ) -> list[Result]:
-    """Rows to scores, in the order of the items."""
+    """Converts rows to scores, in the order of the items."""
     results: list[Result] = []
     remaining = iter(answers)
     make = StepScores if isinstance(reading, ProcessReading) else Score
@@ -467,7 +474,7 @@ def _limit(reading: Reading) -> int:
 
 
 def _guessed_tokens(item: Item) -> int:
-    """Rules have no tokenizer; four characters are about a token."""
+    """Estimates tokens for rules, which have no tokenizer: four characters per token."""
     return 1 + len(str(item.response or item.messages or item.text or "")) // 4
 
 

@@ -1,4 +1,4 @@
-"""From a configuration file and flags to the table of a server."""
+"""Builds a server's table from a configuration file and flags."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def serve_table(
     pipeline_parallel: int | None = None, replicas: int | None = None, ray: str | None = None,
     api_key_file: Path | None = None, drain_delay: float | None = None, **listening: Any,
 ) -> ServeTable:  # fmt: skip
-    """Flags win over the file. Without any model the embedded ones are served. `listening`: keys of the table as they
-    are, None if the flag was not given."""
+    """Flags override the file. Without any model the embedded ones are served. `listening`: keys of the table; None if
+    the flag was not given."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
     source = "plaudit serve" if config is None else str(config)
     entries: dict[str, Any] = dict(tree.get("models", {}))
     for option in models or (() if entries else DEFAULT_MODELS):
         name, path = _named(option)
         if name in entries:
-            raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
+            raise ConfigError(f"two models are named {name!r}; rename one: --model OTHER={path}")
         entries[name] = {"path": path}
     tree["models"] = {name: completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
     spread = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "replicas": replicas}
@@ -56,7 +56,7 @@ def serve_table(
 
 
 def loading(table: ServeTable) -> str:
-    """The line that is said at once: the one that says that all is ready may be long in coming."""
+    """The line printed at start, because loading may take long."""
     models = ", ".join(f"{name} ({entry.kind})" for name, entry in table.models.items())
     place = table.address(table.port) if table.port or table.uds else f"a free port of {table.host}"
     return f"loading {models}; will listen on {place}"
@@ -67,12 +67,12 @@ def _named(option: str) -> tuple[str, str]:
     if equals and name and path and "/" not in name:
         return name, path
     directory = Path(option)
-    # runs/x and runs/x/final are the model x.
+    # runs/x and runs/x/final are both the model x.
     return (directory.parent.name if directory.name == "final" else directory.name) or option, option
 
 
 def completed(entry: Any, source: str) -> Any:
-    """What a model's directory says about how it is read, added to what the user says."""
+    """Completes an entry with what the model's directory says about how to read it."""
     if not isinstance(entry, dict) or entry.get("kind") in set(KINDS) - {"outcome", "process"}:
         return entry
     if "path" not in entry:
@@ -89,7 +89,7 @@ def split_names(text: str) -> list[str]:
 def _alias(option: str) -> tuple[str, str]:
     alias, equals, name = option.partition("=")
     if not (equals and alias and name):
-        raise ConfigError(f"--alias {option!r} is not of the form NAME=MODEL")
+        raise ConfigError(f"--alias {option!r} is invalid; expected NAME=MODEL")
     return alias, name
 
 
@@ -99,6 +99,6 @@ def named_keys(options: Sequence[str]) -> dict[str, str]:
         holder, equals, key = entry.partition("=")
         name, key = (holder, key) if equals and key else (f"key-{number}", entry)
         if name in keys:
-            raise ConfigError(f"two API keys are named {name!r}")
+            raise ConfigError(f"two API keys are named {name!r}; rename one")
         keys[name] = key
     return keys

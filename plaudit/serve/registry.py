@@ -1,4 +1,4 @@
-"""The models of a server by their names: opening, finding, swapping, watching and closing them."""
+"""The models of a server by name: opens, finds, swaps, monitors and closes them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Models:
         self._swaps = Swaps()
         before, vain = restored(table)
         for name in vain:
-            log("state_ignored", model=name, reason="the configuration has changed since it was swapped")
-        # What a name served before.
+            log("state_ignored", model=name, reason="the configuration has changed since the swap")
+        # The previous version of each name, for rollback.
         self._previous = {name: each.previous for name, each in before.items() if each.previous is not None}
         self._configured = {name: str(getattr(entry, "path", "")) for name, entry in table.models.items()}
         self._states: dict[str, tuple[str, str]] = {}
@@ -57,7 +57,7 @@ class Models:
             table.limits.load_seconds, self._cluster,
         )  # fmt: skip
         self.served: dict[str, ModelHandle] = {}
-        # Blends last: they hold their members.
+        # Blends last: they refer to their members.
         for name, entry in sorted(table.models.items(), key=lambda pair: pair[1].kind == "blend"):
             now = before[name].main if name in before else entry
             self.served[name] = new_served(name, now, resources, self.served)
@@ -67,7 +67,7 @@ class Models:
                 self._swappable(name).resume(each.canary, each.state.share)
 
     async def open(self) -> None:
-        """Until all are loaded and warmed up; ModelError if one cannot be."""
+        """Wait until all are loaded and warmed up; ModelError if one fails."""
         await asyncio.gather(*(served.open() for served in self.served.values() if isinstance(served, ServedModel)))
 
     def named(self, name: str) -> ModelHandle:
@@ -76,22 +76,26 @@ class Models:
         return self.served[name]
 
     async def swap(self, name: str, path: str, share: float | None = None) -> str:
-        """With a share, that part of the requests goes to the new version until `promote` or `rollback`."""
+        """Replace a model. With a share, this fraction of requests goes to the new version until `promote` or
+        `rollback`."""
         served = self._swappable(name)
         if served.canary is not None:
-            raise ConfigError(f"{name} has the canary {served.canary.version.name}; promote it or roll it back first")
+            raise ConfigError(
+                f"{name} already has the canary {served.canary.version.name}; promote it or roll it back first"
+            )
         directory = self._root.confined(path)
         table = swapped_table(name, served.kind, {**self._explicit[name], "path": str(directory)})
         if share is not None and table.kind != served.kind:
             raise ConfigError(
-                f"a canary of {name} must be of its kind, {served.kind!r}, and this is of kind {table.kind!r}; swap it "
-                "in without a share"
+                f"a canary of {name} must be of kind {served.kind!r}, but this model is of kind {table.kind!r}; swap "
+                "it "
+                "without a share"
             )
         return await self._replace(served, table, share)
 
     async def rollback(self, name: str) -> str:
-        """Of a canary: to the version beside it. Else to what this name served before the last swap or rollback, whose
-        files are read again."""
+        """Removes the canary if there is one; otherwise loads again what this name served before the last swap or
+        rollback. Returns the version."""
         served = self._swappable(name)
         async with self._deciding:
             if served.canary is not None:
@@ -100,21 +104,21 @@ class Models:
                 self.log("rolled_back", model=name, version=served.main.name)
                 return served.main.name
         if name not in self._previous:
-            raise ConfigError(f"{name} was not swapped since the server started; there is nothing to go back to")
+            raise ConfigError(f"{name} has not been swapped since the server started, so it cannot be rolled back")
         table = self._previous[name]
         if "replicas" in self._explicit[name]:
             table = table.model_copy(update={"replicas": self._explicit[name]["replicas"]})
         return await self._replace(served, table)
 
     async def promote(self, name: str) -> str:
-        """The canary takes all requests from now on."""
+        """Send all requests to the canary from now on."""
         served = self._swappable(name)
         async with self._deciding:
             if (canary := served.canary) is None:
-                raise ConfigError(f"{name} has no canary; a swap with a share starts one")
+                raise ConfigError(f"{name} has no canary; start one by a swap with a share")
             version = canary.version
             if version.deployment.state == "failed":
-                raise ConfigError(f"the canary {version.name} of {name} does not run: {version.deployment.reason}")
+                raise ConfigError(f"the canary {version.name} of {name} is not running: {version.deployment.reason}")
             await self._keep(served, version.table, served.main.table)
             self._use(served, version)
             if "replicas" in self._explicit[name]:
@@ -122,11 +126,11 @@ class Models:
             return version.name
 
     async def share(self, name: str, share: float) -> str:
-        """Of the canary, from now on."""
+        """Change the canary's share."""
         served = self._swappable(name)
         async with self._deciding:
             if (canary := served.canary) is None:
-                raise ConfigError(f"{name} has no canary whose share could change; a swap needs a path")
+                raise ConfigError(f"{name} has no canary whose share could be changed; expected a path to swap")
             await self._keep(served, served.main.table, self._previous.get(name), (canary.version.table, share))
             canary.share = share
             self.log("canary", model=name, version=canary.version.name, share=share)
@@ -135,15 +139,15 @@ class Models:
     def _swappable(self, name: str) -> ServedModel:
         served = self.named(name)
         if not isinstance(served, ServedModel):
-            raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
+            raise ConfigError(f"{name} is of kind {served.kind}; only outcome and process models can be swapped")
         return served
 
     async def _replace(self, served: ServedModel, table: Table, share: float | None = None) -> str:
         if self._swapping.locked():
-            raise ConfigError("another swap is under way; wait for it")
+            raise ConfigError("another swap is in progress; wait until it has finished")
         async with self._swapping:
             version = await served.load(table)
-            try:  # what cannot be kept over a restart is no swap
+            try:  # a swap that cannot be persisted fails
                 if share is None:
                     await self._keep(served, table, served.main.table)
                 else:
@@ -173,7 +177,7 @@ class Models:
         await self._state.keep(served.name, state)
 
     def start_swap(self, name: str, path: str, share: float | None = None) -> dict[str, Any]:
-        """Without waiting for it: how it stands."""
+        """Starts a swap in the background and returns its status."""
         self.named(name)
 
         async def load() -> str:
@@ -191,21 +195,21 @@ class Models:
     def scale(self, name: str, count: int) -> None:
         served = self.named(name)
         if not isinstance(served, ServedModel):
-            raise ConfigError(f"{name} is a {served.kind}; only models with workers have replicas")
+            raise ConfigError(f"{name} is of kind {served.kind}; only models with workers have replicas")
         served.scale(count)
         self._explicit[name]["replicas"] = count
         self.log("scaled", model=name, replicas=count)
 
     def scrub(self, message: str) -> str:
-        """An error message without the server's own paths."""
+        """The error message without the server's private paths."""
         return self._root.scrub(message)
 
     async def unready(self, name: str | None = None) -> list[str]:
-        """Why the server is not ready, or the model of that name."""
+        """Why the server, or the model of that name, is not ready."""
         if self.admission.leaving:
             return ["the server is shutting down"]
         if name is not None:
-            if name not in self.served:  # without the names that there are: this is told to anybody
+            if name not in self.served:  # does not list the models: this is readable without a key
                 raise HttpError(404, "unknown_model", "no model of that name is served")
             return [why for why in [await self.served[name].healthy()] if why]
         return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
@@ -217,15 +221,15 @@ class Models:
         return list(map(asdict, self.statuses()))
 
     def failed(self) -> list[str]:
-        """Models that will not come back."""
+        """Models that have failed permanently."""
         return [f"{status.name}: {status.reason}" for status in self.statuses() if status.state == "failed"]
 
     def given_up(self) -> list[str]:
         """Their names."""
         return [status.name for status in self.statuses() if status.state == "failed"]
 
-    def hopeful(self) -> bool:
-        """Whether a model with a worker is left that serves or may yet."""
+    def recoverable(self) -> bool:
+        """Whether a model with a worker is left that serves or may recover."""
         return any(status.state != "failed" for status in self._of_workers())
 
     def update_gauges(self) -> None:
@@ -302,12 +306,15 @@ def _cluster(address: str) -> Cluster:
     try:
         from plaudit.serve.ray.deployment import Cluster
     except ImportError as error:
-        raise ConfigError(f"--ray needs Ray Serve ({error}): pip install 'plaudit[ray]'") from error
+        raise ConfigError(
+            f"--ray needs Ray Serve, which is not installed ({error}): pip install 'plaudit[ray]'"
+        ) from error
     return Cluster(address)
 
 
 def _environment(table: ServeTable) -> Mapping[str, str]:
-    """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
+    """Environment of a worker: its share of the cores, and threads that sleep while waiting, since workers share
+    cores."""
     workers = sum(
         getattr(entry, "replicas", 1) * getattr(entry, "ranks", 1)
         for entry in table.models.values()

@@ -1,4 +1,4 @@
-"""What all protocols need between their wire format and the models: find the model, tokenise, score, read, count."""
+"""The steps between the wire formats and the models: find the model, tokenise, score, read, count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUT_ERRORS = frozenset(
     )
 )  # fmt: skip
 SCORED = ("outcome", "process")
-# The names that protocols without a model's name in them ask for.
+# The default names for protocols whose requests name no model.
 REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "logprobs_model"
 EMBEDDING_MODEL = "embedding_model"
 DEFAULT_KINDS = {
@@ -31,8 +31,8 @@ DEFAULT_KINDS = {
 
 class ScoringService:
     """aliases  other names of models; `reward_model` is the first outcome model and `process_model` the first process
-    model unless they say otherwise, or a model has that name
-    unmerged  aliases under which every label of a model is a reward of its own
+    model unless set, or a model has that name
+    unmerged  aliases under which every label of a model is a separate reward
     salted   whether callers with different keys must not share cached scores
     """
 
@@ -47,7 +47,7 @@ class ScoringService:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        if self._swaps != self.models.swaps:  # a model may have come back as another kind
+        if self._swaps != self.models.swaps:  # a swap may have changed a model's kind
             self._aliases, self._swaps = self._with_defaults(), self.models.swaps
         return self._aliases
 
@@ -62,7 +62,7 @@ class ScoringService:
         return aliases
 
     def find(self, name: str | None) -> ModelHandle:
-        """A model by its name or alias; the first one if None."""
+        """Finds a model by its name or alias; the first one if None."""
         if name is None:
             return next(iter(self.models.served.values()))
         model = self.models.served.get(self.aliases.get(name, name))
@@ -72,7 +72,7 @@ class ScoringService:
         return model
 
     def find_model(self, name: str | None, kind: str | None = None) -> ServedModel:
-        """One that has tokens: an outcome or process model. `kind` says which, if only one will do."""
+        """Finds a model with a tokenizer: an outcome or process model, or one of the given kind."""
         served = self.find(name)
         if (
             not isinstance(served, ServedModel)
@@ -81,18 +81,18 @@ class ScoringService:
         ):
             wanted = "outcome or process" if kind is None else kind
             raise HttpError(
-                422, "wrong_kind", f"{served.name} is a {served.kind} model, this route needs an {wanted} model: "
-                f"serve one, or name it with --alias {name or REWARD_MODEL}=NAME",
+                422, "wrong_kind", f"{served.name} is a {served.kind} model; this route needs an {wanted} model: "
+                f"serve one, or select it with --alias {name or REWARD_MODEL}=NAME",
             )  # fmt: skip
         return served
 
     async def score(
         self, request: Request, served: ModelHandle, items: Sequence[Item], *, priority: int = 0, cache: bool = True,
     ) -> ScoredItems:  # fmt: skip
-        """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
+        """Returns a result per item. HttpError if there are too many, or if the whole request fails."""
         self.check_count(len(items))
         request.model = served.name
-        scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
+        scored = await served.score(items, self._context(request, priority, cache, path=served.kind == "process"))
         request.tokens += scored.tokens
         self._count(served.name, [result.error for result in scored.results], request)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
@@ -103,17 +103,17 @@ class ScoringService:
         self, request: Request, served: ServedModel, works: Sequence[Work | GenerateJob], *, priority: int = 0,
         path: bool = False,
     ) -> tuple[str, list[Answer]]:  # fmt: skip
-        """The version, and for each work its rows as they come from the model, or how it goes on, or an ItemError."""
+        """Returns the version, and for each work the model's rows, the continuation, or an ItemError."""
         self.check_count(len(works))
         request.model = served.name
-        version, answers = await served.read(works, self._ask(request, priority, True, path))
+        version, answers = await served.read(works, self._context(request, priority, True, path))
         request.tokens += sum(len(work.tokens) for work in works)
         self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request)
         return version, answers
 
     @staticmethod
     def values(results: Sequence[Result], what: str) -> list[float]:
-        """For protocols that have no error for a single item: one that failed fails its request, and no other."""
+        """Scores for protocols that have no error for a single item: a failed item fails its request."""
         values = []
         for place, result in enumerate(results):
             value = result.aggregate if isinstance(result, StepScores) else result.value
@@ -127,15 +127,15 @@ class ScoringService:
     def check_count(self, count: int) -> None:
         if count > self.most_items:
             raise HttpError(
-                422, "too_many_items", f"{count} inputs in one request, at most {self.most_items}; split it"
+                422, "too_many_items", f"{count} inputs in one request; the limit is {self.most_items}; split it"
             )
 
-    def _ask(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
+    def _context(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
         salt = request.tenant if self._salted else ""
         return RequestContext(request.tenant, request.id, request.deadline, priority, cache, salt, path)
 
     def drop(self, request: Request, served: ServedModel, error: ItemError) -> None:
-        """For protocols that answer an input that cannot be scored without an error: it is counted and logged."""
+        """Counts and logs a failed input, for protocols that leave it out of the reply without an error."""
         self._count(served.name, [error], request)
         self.models.log("dropped", model=served.name, error=error.type, message=error.message, request_id=request.id)
 

@@ -1,7 +1,7 @@
 """`plaudit serve` and other servers: start, serve, drain, stop.
 
-exit 0   drained after a signal          exit 1   stopped without draining, or no model is left to serve
-exit 2   could not start: the message says why
+exit 0   drained after a signal          exit 1   stopped without draining, or no working model is left
+exit 2   could not start; the reason is printed
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from plaudit.serve.state import restored
 if TYPE_CHECKING:
     from plaudit.serve.grpc.server import GrpcServer
 
-FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
+FILES_SECONDS = 1.0  # interval between checks of the key and certificate files
 T = TypeVar("T")
-VALUES_PER_ITEM = 64  # that are no numbers, in a large body of JSON: twenty messages, say
-LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
+VALUES_PER_ITEM = 64  # non-numeric values per item in a large JSON body: about twenty messages
+LAG_WARNING = 1.0  # seconds of event loop delay above which it is logged
 
 
 class ServerBackend(Protocol):
-    """What computes behind the routes. `changed` is set when one of its models has come, gone or failed."""
+    """The models behind the routes. `changed` is set when a model is added, removed or fails."""
 
     changed: asyncio.Event
 
@@ -64,24 +64,24 @@ class ServerBackend(Protocol):
     def describe(self) -> list[dict[str, Any]]: ...
 
     def failed(self) -> list[str]:
-        """Models that will not come back."""
+        """Models that have failed permanently."""
 
-    def hopeful(self) -> bool:
-        """Whether one is left that serves or may yet."""
+    def recoverable(self) -> bool:
+        """Whether a model is left that serves or may recover."""
 
 
 Build = Callable[[Admission, Metrics, Log], tuple[ServerBackend, Routes]]
 
 
 def serve(table: ServeTable, more: Callable[[ScoringService], Sequence[Route]] | None = None) -> int:
-    """Serve until a signal or until no model is left; the exit code. `more`: routes of layers above this one."""
+    """Serves until a signal or until no model is left; returns the exit code. `more`: routes of higher layers."""
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
     if table.grpc_port is not None and table.protocols is not None and "triton" not in table.protocols:
         raise ConfigError(
-            "grpc_port is for Triton's clients, and protocols leaves triton out; add it, or drop the port"
+            "grpc_port needs the protocol triton, which protocols does not list; add it, or remove grpc_port"
         )
-    restored(table)  # refused before anything is bound
+    restored(table)  # raises errors before anything is bound
 
     def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         models = Models(table, admission, metrics, log)
@@ -93,22 +93,22 @@ def serve(table: ServeTable, more: Callable[[ScoringService], Sequence[Route]] |
 
 
 def run_server(table: ListenTable, build: Build, command: str, note: str) -> int:
-    """`build` is called when the address is bound. `note` is for the line that says where the server is."""
+    """`build` is called after the address is bound. `note` is appended to the line that prints the address."""
     check_open(table)
     source, tls = KeySource(table), Tls.of(table)
     sock = listen(table)
     code = uvloop.run(_Server(table, build, command, note, source, tls).run(sock))
     if code:
-        os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
+        os._exit(code)  # does not wait for threads that could not be drained
     return code
 
 
 def check_open(table: ListenTable) -> None:
-    """Who can reach the server without a key must be somebody's decision."""
+    """Raises ConfigError if others can reach the server without a key and this is not configured explicitly."""
     if not table.private and not table.has_keys and not table.allow_open:
         raise ConfigError(
-            f"host {table.host} is reachable by others, and there is no API key: give --api-key or --api-key-file, or "
-            "say with --allow-open which protocols may be used without one"
+            f"host {table.host} is reachable by others, but no API key is set: set --api-key or --api-key-file, or "
+            "list with --allow-open the protocols that need no key"
         )
 
 
@@ -188,8 +188,8 @@ class _Server:
             opening.cancel()
             return 0
         opening.result()
-        self._listen(models)  # again: Ray takes signals for itself when it starts
-        self._settle()
+        self._listen(models)  # again: Ray replaces signal handlers when it starts
+        self._freeze_heap()
         self._announce(models, address)
         watching = asyncio.create_task(self._watch(models))
         await stopping
@@ -221,7 +221,7 @@ class _Server:
         admission.share_among(holders, keys.meters)
 
     async def _follow_files(self, keys: Keys, admission: Admission) -> None:
-        """Read keys and certificates again when their files have changed, or at SIGHUP."""
+        """Reload keys and certificates when their files have changed, or on SIGHUP."""
         source, tls = self.source, self.tls
         while source.file is not None or tls is not None:
             with contextlib.suppress(TimeoutError):
@@ -234,16 +234,16 @@ class _Server:
                 await self._renew("tls", tls.read, lambda _, tls=tls: tls.use())  # type: ignore[misc]
 
     async def _renew(self, what: str, read: Callable[[], T], use: Callable[[T], None]) -> None:
-        """Files that cannot be used change nothing."""
+        """Reload files; invalid files are logged and change nothing."""
         try:
             use(await asyncio.to_thread(read))
         except Exception as error:
-            self.log(f"{what}_refused", reason=f"{one_line(error)}; what was read before stays")
+            self.log(f"{what}_refused", reason=f"{one_line(error)}; the previous files stay in use")
         else:
             self.log(f"{what}_loaded")
 
-    def _settle(self) -> None:
-        """What lives now lives on: keep the collector from going over it again and again."""
+    def _freeze_heap(self) -> None:
+        """Freeze live objects so that the garbage collector does not scan them repeatedly."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
@@ -262,8 +262,8 @@ class _Server:
         self._stop.set()
 
     async def _watch(self, models: ServerBackend) -> None:
-        """End the server when none of its models will come back."""
-        while not models.failed() or models.hopeful():
+        """Stop the server when all of its models have failed permanently."""
+        while not models.failed() or models.recoverable():
             await models.changed.wait()
             models.changed.clear()
         self._say(sys.stderr.fileno(), "; ".join(models.failed()))
@@ -282,7 +282,7 @@ class _Server:
             models.tick()
 
     def _say(self, file: int, line: str) -> None:
-        """A full disk or a closed terminal is no reason to stop."""
+        """Print a line; a full disk or a closed terminal is ignored."""
         with contextlib.suppress(OSError):
             os.write(file, f"plaudit {self.command}: {line}\n".encode())
 
@@ -291,12 +291,14 @@ def _grpc(app: App, table: ListenTable, tls: Tls | None) -> GrpcServer:
     try:
         from plaudit.serve.grpc.server import GrpcServer
     except ImportError as error:
-        raise ConfigError(f"--grpc-port needs gRPC ({error}): pip install 'plaudit[grpc]'") from error
+        raise ConfigError(
+            f"--grpc-port needs gRPC, which is not installed ({error}): pip install 'plaudit[grpc]'"
+        ) from error
     return GrpcServer(app, table, tls)
 
 
 class _LiveThread(ThreadingHTTPServer):
-    """Answers /health/live from a thread of its own, so that a busy event loop does not look like a dead process."""
+    """Answers /health/live in its own thread, so that a busy event loop is not mistaken for a dead process."""
 
     daemon_threads = True
     failed: Callable[[], list[str]] = list

@@ -1,4 +1,4 @@
-"""The file in which swaps outlive the server: what each name serves, what it served before, and its canary."""
+"""The file that persists swaps across restarts: for each name the current and previous directory, and its canary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plaudit.serve.version import Table
 
 
 class ModelState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Directories. `configured` is the configuration's own, by which a changed configuration is noticed."""
+    """Directories. `configured` is the one in the configuration, used to detect a changed configuration."""
 
     configured: str
     path: str
@@ -26,7 +26,7 @@ class ModelState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class StateFile:
-    """Without a file everything is forgotten at the end."""
+    """Without a file, swaps are lost at exit."""
 
     def __init__(self, file: str | None) -> None:
         self.file = None if file is None else Path(file)
@@ -46,7 +46,7 @@ class StateFile:
 
 
 class Restored:
-    """The tables of a model that was swapped before the server ended."""
+    """The tables of a model that was swapped by a previous server."""
 
     def __init__(self, table: ServeTable, name: str, state: ModelState, source: str) -> None:
         self._source, self._name, self._entry = source, name, table.models[name]
@@ -58,7 +58,7 @@ class Restored:
         self.canary = None if state.canary is None else self.directory(state.canary)
 
     def directory(self, path: str) -> Table:
-        """As a new server would read it, with what the operator sets for this name."""
+        """The table for a directory, as a new server would read it, with the operator's settings for this name."""
         if path == self.state.configured:
             assert isinstance(self._entry, Table)
             return self._entry
@@ -67,13 +67,13 @@ class Restored:
             return swapped_table(self._name, self._entry.kind, {**self._explicit, "path": str(directory)})
         except ConfigError as error:
             raise ConfigError(
-                f"{self._source} says that {self._name} serves {path}: {one_line(error)}; put it back, or delete the "
-                "file to serve what the configuration says"
+                f"{self._source}: {self._name} serves {path}: {one_line(error)}; restore it, or delete the "
+                "state file to serve the configured model"
             ) from None
 
 
 def restored(table: ServeTable) -> tuple[dict[str, Restored], list[str]]:
-    """What the file says, by name; and the names that it has in vain, since the configuration has changed."""
+    """The stored states by name, and the names whose state is ignored because the configuration has changed."""
     models, vain = {}, []
     for name, state in StateFile(table.state_file).models.items():
         if getattr(table.models.get(name), "path", None) == state.configured:
@@ -86,7 +86,7 @@ def restored(table: ServeTable) -> tuple[dict[str, Restored], list[str]]:
 def _read(file: Path) -> dict[str, ModelState]:
     if not file.exists():
         if not file.parent.is_dir():
-            raise ConfigError(f"state_file {file}: there is no directory {file.parent}; make it first")
+            raise ConfigError(f"state_file {file}: the directory {file.parent} does not exist; create it")
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, ModelState])
@@ -94,5 +94,5 @@ def _read(file: Path) -> dict[str, ModelState]:
         raise ConfigError(f"cannot read state_file {file}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"state_file {file}: {one_line(error, 200)}; delete it to serve what the configuration says"
+            f"state_file {file}: {one_line(error, 200)}; delete it to serve the configured models"
         ) from None

@@ -1,8 +1,8 @@
-"""Steps of a path that were read before.
+"""Caches the steps of a search path by position.
 
-A search sends its paths again and again, each time with a step more. What a causal model says at a position does not
-depend on what comes after it, so every position is kept on its own: of a path that has grown only the new positions are
-asked for, and the worker's prefix tree has the rest.
+A search sends its paths repeatedly, each time with one more step. The output of a causal model at a position does not
+depend on later tokens, so every position is cached separately: of an extended path only the new positions are
+requested, and the worker's prefix tree has the KV cache of the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plaudit.serve.workers.jobs import Answer
 
 
 class Path:
-    """A work and what is known of it. `rest` is what must be computed; None if nothing must."""
+    """A work and its cached rows. `rest` is the part still to be computed; None if there is none."""
 
     def __init__(self, work: Work, version: str, salt: str, cache: ScoreCache, *, recall: bool) -> None:
         self._cache = cache
@@ -32,7 +32,7 @@ class Path:
         self.rest = replace(work, tokens=work.tokens[: positions[-1] + 1], positions=positions) if positions else None
 
     def joined(self, answer: Answer | None) -> Answer:
-        """The rows of all positions, given those of `rest`; an error stays one."""
+        """The rows of all positions, given those of `rest`; an error is returned unchanged."""
         if answer is None:
             return np.concatenate(self._cached)
         if not isinstance(answer, np.ndarray):

@@ -1,5 +1,5 @@
-"""What may be swapped in; and swaps that nobody waits for: each is asked for, loads beside what serves, and can be
-looked at meanwhile."""
+"""Checks which models may be swapped in, and runs swaps in the background: each loads beside the current model, and its
+status can be queried."""
 
 from __future__ import annotations
 
@@ -18,53 +18,55 @@ from plaudit.errors import ConfigError, PlauditError
 from plaudit.serve.options import completed
 from plaudit.serve.version import Table
 
-KEPT = 50  # swaps that are shown
+KEPT = 50  # swaps that are listed
 
 
 class ModelRoot:
-    """The directory under which the models lie that may be swapped in."""
+    """The directory that contains the models that may be swapped in."""
 
     def __init__(self, path: str | None) -> None:
         self._root = None if path is None else Path(path).resolve()
 
     def confined(self, path: str) -> Path:
-        """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
+        """Resolves `path` under the root, following links: nothing outside the root is opened."""
         if self._root is None:
-            raise ConfigError("the server was started without model_root, so no model can be swapped in")
+            raise ConfigError("the server was started without model_root, so models cannot be swapped")
         if "\0" in path or "://" in path or Path(path).is_absolute():
-            raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
+            raise ConfigError(f"path {path[:100]!r} is not valid; expected a path relative to model_root")
         try:
             directory = (self._root / path).resolve()
             inside = directory.is_relative_to(self._root) and directory.is_dir()
-        except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        except (OSError, RuntimeError):  # a name that is too long, or a circular link
             inside = False
         if not inside:
             raise ConfigError(f"path {path[:100]!r} is not a directory under model_root")
         for file in directory.rglob("*"):
             if not file.resolve().is_relative_to(self._root):
-                raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
+                raise ConfigError(
+                    f"path {path[:100]!r} contains the link {file.name!r}, which points outside model_root"
+                )
         return directory
 
     def holds(self, path: str) -> Path:
-        """An absolute path that was confined before."""
+        """Checks an absolute path that was resolved before."""
         if self._root is None or not Path(path).is_relative_to(self._root):
-            raise ConfigError(f"that is not under model_root, which is {self._root or 'not set'}")
+            raise ConfigError(f"the previous model is not under model_root, which is {self._root or 'not set'}")
         return self.confined(str(Path(path).relative_to(self._root)))
 
     def scrub(self, message: str) -> str:
-        """Without the server's own paths."""
+        """The message without the server's private paths."""
         return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
 
 
 def swapped_table(name: str, kind: str, entry: Mapping[str, Any]) -> Table:
-    """As a new server would read the directory, with what the operator set for this name. `kind`: of the model whose
-    place it takes."""
+    """The table for a directory as a new server would read it, with the operator's settings for this name. `kind`: of
+    the model that is replaced."""
     source = f"models.{name}"
     table: RewardTable = parse_reward(completed(entry, source), source)
     if table.kind in NO_SCORE and kind not in NO_SCORE:
         raise ConfigError(
-            f"the new model would be of kind {table.kind!r} and give no score, and {name} is a {kind} model; put a "
-            "reward.toml beside it, or set kind and format for this name"
+            f"the new model is of kind {table.kind!r}, which has no scores, but {name} is a {kind} model; add a "
+            "reward.toml to its directory, or set kind and format for this name"
         )
     assert isinstance(table, Table)
     return table
@@ -96,7 +98,7 @@ class Swaps:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, model: str, path: str, load: Coroutine[Any, Any, str]) -> SwapStatus:
-        """`load` gives the version, or raises a PlauditError whose message may be shown."""
+        """Starts a swap. `load` returns the version, or raises a PlauditError whose message may be shown to clients."""
         status = SwapStatus(next(self._ids), model, path)
         self._last.appendleft(status)
         task = asyncio.create_task(self._run(status, load))
@@ -105,7 +107,7 @@ class Swaps:
         return status
 
     def shown(self) -> list[dict[str, Any]]:
-        """The newest first."""
+        """Newest first."""
         return [status.shown() for status in self._last]
 
     async def close(self) -> None:
@@ -121,7 +123,7 @@ class Swaps:
         except PlauditError as error:
             status.state, status.error = "failed", str(error)
         except BaseException as error:
-            status.state, status.error = "failed", f"{type(error).__name__}; the server's log has it"
+            status.state, status.error = "failed", f"{type(error).__name__}; see the server's log"
             raise
         finally:
             status.seconds = time.monotonic() - status.began

@@ -1,5 +1,5 @@
-"""One version of a model: its deployment, its table, and how it reads texts and rows. A canary is a second one, which
-gets a share of the requests."""
+"""A version of a model: its deployment, its table, and the code that prepares texts and reads rows. A canary is a
+second version, which gets a share of the requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plaudit.serve.workers.deployment import Deployment
 Scoring = OutcomeReading | ProcessReading | JudgeReading
 Reading = Scoring | LogprobsReading | EmbeddingReading
 Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
-SAMPLED_BYTES = 32 * 1024  # of each end of a body that says where a request belongs
+SAMPLED_BYTES = 32 * 1024  # of each end of a body that is hashed for routing
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Version:
     async def open(self, threads: ThreadPoolExecutor) -> None:
         hello = await self.deployment.opened()
         facts = ModelInfo(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
-        # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
+        # In a thread: building a large tokenizer takes a second, and during a swap other requests are being answered.
         tokenizer = await asyncio.get_running_loop().run_in_executor(
             threads, _tokenizer, hello.tokenizer, hello.tokenizer_options
         )
@@ -51,14 +51,14 @@ class Version:
 
 @dataclass(slots=True)
 class Canary:
-    """`share` of the requests are for this version."""
+    """A version that gets `share` of the requests."""
 
     version: Version
     share: float
 
     def takes(self, key: bytes) -> bool:
-        """Decided by the request's body, or by a key that several requests share, alone: sent again, to this server or
-        another one, it gets the same version. When the share grows, what the canary had it keeps."""
+        """Whether this request goes to the canary, decided only by its body or its route key: a retry gets the same
+        version, on any server. When the share grows, requests of the canary stay with it."""
         if not key or self.version.deployment.state == "failed":
             return False
         ends = key if len(key) <= 2 * SAMPLED_BYTES else key[:SAMPLED_BYTES] + key[-SAMPLED_BYTES:]
@@ -84,6 +84,6 @@ def _reading(table: Table, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo)
 
 
 def _tokenizer(data: bytes, options: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The worker's, carried to the HTTP process without torch and without the model's files."""
+    """Rebuilds the worker's tokenizer in the HTTP process, without torch and without the model's files."""
     options = {name: value for name, value in options.items() if value is not None}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(data.decode()), **options)

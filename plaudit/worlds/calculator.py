@@ -1,4 +1,4 @@
-"""A tool for the sums world: it does the additions, the policy decides which.
+"""A tool for the sums world: it computes additions that the policy requests.
 
 prompt       7+8+4=
 policy       7+8=
@@ -19,10 +19,10 @@ _CALL = re.compile(r"(\d{1,9})\+(\d{1,9})=")
 
 
 class Calculator:
-    """An environment: answers `a+b=`. Whatever else the policy writes is its answer, and the end."""
+    """An environment that answers `a+b=`. Any other text of the policy is its answer and ends the episode."""
 
     def reset(self, prompt: Prompt) -> None:
-        """Nothing is remembered: a call says all."""
+        """Nothing to reset: it is stateless."""
 
     def step(self, response: str) -> Turn:
         call = _CALL.fullmatch(response)

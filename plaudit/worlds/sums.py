@@ -1,13 +1,13 @@
-"""Chains of additions written out step by step: the task in which everything can be checked against the truth.
+"""Chains of additions written out step by step: a task in which everything can be checked against the truth.
 
     prompt    7+8+4=
     response  7+8=15;15+4=19;#19
 
 A step ends at `;`, the answer starts at `#`. Every item is a pure function of (seed, split, index), so data needs no
-state and no file. A problem is held out if a hash of its text says so: training and held-out sets cannot overlap.
+state and no file. A hash of a problem's text decides whether it is held out: training and held-out sets cannot overlap.
 
-The demonstrator errs in two ways: random slips, and a habit: adding 7 with a carry, he mostly forgets the carry. A
-policy that imitates him is wrong on such chains even when decoded greedily, so there is something for RL to gain.
+The demonstrator makes two kinds of errors: random slips, and a systematic one: when adding 7 with a carry, it mostly
+forgets the carry. A policy that imitates it is wrong on such chains even with greedy decoding, so RL can improve it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SYMBOLS = "0123456789+=" + STEP_END + ANSWER
 HARD_OPERANDS = (8, 10)
 HABIT_DIGIT = 7
 HELDOUT_SHARE = 0.1
-# How wrong responses go wrong, and how often: about as policies do that were taught here.
+# Kinds of errors of wrong responses and their frequency, similar to those of policies trained on this task.
 FAULTS = {"noise": 3, "slip": 3, "carry": 2, "operand": 1, "skip": 1, "answer": 1, "unfinished": 1}
-# The part of near misses whose steps are right and whose answer is off.
+# The share of near misses whose steps are right but whose answer is wrong.
 NEAR_ANSWERS = 0.3
 
 _STEP = re.compile(r"(\d{1,9})\+(\d{1,9})=(\d{1,9});")
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The shortest right response."""
+        """The shortest correct response."""
         total, text = self.operands[0], ""
         for operand in self.operands[1:]:
             text += f"{total}+{operand}={total + operand};"
@@ -60,8 +60,8 @@ class Problem:
         return f"{text}#{total}"
 
     def near_miss(self, at: int, by: int) -> str:
-        """The solution with the result of its `at`-th addition, counted from 1, off by `by`, and what follows from it;
-        the answer comes after the last addition."""
+        """The solution with the result of its `at`-th addition, counted from 1, wrong by `by`, and the results that
+        follow from it; the answer is counted after the last addition."""
         total, text = self.operands[0], ""
         for place, operand in enumerate(self.operands[1:], 1):
             result = total + operand + (by if place == at else 0)
@@ -72,17 +72,17 @@ class Problem:
     @staticmethod
     def parse(prompt: str) -> Problem:
         if not _PROMPT.fullmatch(prompt):
-            raise ValueError(f"{prompt!r} is no problem of the sums world, such as '7+8+4='")
+            raise ValueError(f"{prompt!r} is not a problem of the sums world; expected, for example, '7+8+4='")
         return Problem(tuple(int(part) for part in prompt[:-1].split("+")))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The truth about a response.
+    """The ground truth of a response.
 
     sound   per step: this step and all before it are right (the answer counts as the last step)
-    right   the answer given is the sum
-    needed  how many steps the shortest right response has
+    right   the answer is the sum
+    needed  the number of steps of the shortest correct response
     """
 
     sound: tuple[bool, ...]
@@ -104,12 +104,12 @@ class Pair:
 
 
 def split_steps(response: str) -> list[str]:
-    """The steps of a response, each with the `;` that ends it; what follows the last `;` is a step of its own."""
+    """The steps of a response, each with its final `;`; text after the last `;` is a separate step."""
     return [part for part in re.split(r"(?<=;)", response) if part]
 
 
 def judge(problem: Problem, response: str) -> Verdict:
-    """Check every step and the answer. A step may also be needless but true (`15+0=15;`)."""
+    """Checks every step and the answer. A step may also be true but unnecessary (`15+0=15;`)."""
     total, following = problem.operands[0], 1
     sound: list[bool] = []
     answer: int | None = None
@@ -138,7 +138,7 @@ class Sums:
         return self._draw(self._random(split, "problem", index), split)
 
     def heldout(self, count: int) -> list[Problem]:
-        """`count` different held-out problems, or as many as there are."""
+        """`count` different held-out problems, or all if there are fewer."""
         problems: dict[Problem, None] = {}
         for index in range(50 * count):
             problems.setdefault(self.problem("heldout", index))
@@ -147,8 +147,8 @@ class Sums:
         return list(problems)
 
     def shortest(self, count: int) -> list[Problem]:
-        """`count` different problems of the fewest numbers, or as many as there are. They are too few for a held-out
-        tenth of them to measure by, so training may have met them."""
+        """`count` different problems with the fewest numbers, or all if there are fewer. They are too few for a
+        held-out tenth to be useful for evaluation, so training may have seen them."""
         rng = random.Random(f"{self.seed} shortest")
         problems: dict[Problem, None] = {}
         for _ in range(50 * count):
@@ -163,7 +163,7 @@ class Sums:
         return problem, self._demonstrate(problem, rng, self.table.slip)
 
     def pair(self, split: Split, index: int) -> Pair:
-        """Right over wrong; and, one time in four, short over rambling. The margin is 1 and 0.5."""
+        """Right over wrong; and, in a quarter of cases, short over rambling. The margin is 1 and 0.5."""
         if miss := self._near(split, "pair", index):
             problem, at, by = miss
             return Pair(problem.prompt, problem.solution, problem.near_miss(at, by), 1.0)
@@ -175,10 +175,10 @@ class Sums:
         return Pair(problem.prompt, right, self._wrong(problem, rng), 1.0)
 
     def judged(self, split: Split, index: int) -> tuple[Problem, str, Verdict]:
-        """A solution with the truth of every step; about half go wrong somewhere.
+        """A solution with the truth of every step; about half are wrong somewhere.
 
-        A near miss comes after its right twin, and both end with the step in question: the two differ in one digit and
-        one label, and no step after the error is called wrong for a reason that the judge does not see yet.
+        A near miss comes after its correct twin, and both end with the step in question: the two differ in one digit
+        and one label, and no step after the error is labelled wrong for a reason that the model has not seen yet.
         """
         if miss := self._near(split, "judged", index, twins=2):
             problem, at, by = miss
@@ -190,8 +190,8 @@ class Sums:
         return problem, response, judge(problem, response)
 
     def _near(self, split: Split, kind: str, index: int, twins: int = 1) -> tuple[Problem, int, int] | None:
-        """A problem, the place of the error and what it is off by; nothing if this item is no near miss. As many items
-        as there are twins have the same."""
+        """A problem, the index of the error and its size; None if this item is not a near miss. `twins` consecutive
+        items have the same."""
         first = index - index % twins
         if self.table.near == 0 or first < self.table.near_from:
             return None
@@ -214,7 +214,7 @@ class Sums:
                 return problem
 
     def _numbers(self, count: int, rng: random.Random) -> Problem:
-        # No 0 among the numbers: so `+0` is always a needless step, and no step can be taken for another.
+        # No 0 among the numbers: so `+0` is always an unnecessary step, and steps are unambiguous.
         return Problem(tuple(rng.randrange(1, 10**self.table.digits) for _ in range(count)))
 
     def _demonstrate(self, problem: Problem, rng: random.Random, slip: float) -> str:
@@ -234,7 +234,7 @@ class Sums:
         return f"{text}#{total}"
 
     def _ramble(self, problem: Problem, rng: random.Random) -> str:
-        """A right response with one to three needless steps."""
+        """A correct response with one to three unnecessary steps."""
         steps = split_steps(problem.solution)
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(steps))
@@ -243,7 +243,7 @@ class Sums:
         return "".join(steps)
 
     def _wrong(self, problem: Problem, rng: random.Random) -> str:
-        """A response whose answer is not the sum, gone wrong in one of the ways a policy goes wrong."""
+        """A response with a wrong answer, with an error typical of policies."""
         while True:
             response = "".join(self._corrupt(problem, rng))
             if not judge(problem, response).right:
@@ -291,8 +291,8 @@ def _other(operand: int, end: int, rng: random.Random) -> int:
 
 
 def _slip(result: int, rng: random.Random) -> int:
-    """Another number of about the same size. Any other, not only near ones: a judge then learns the coarse check
-    first and the exact one from there; with slips of one or two alone it learned neither in minutes."""
+    """Another number of about the same size. Any other, not only near ones: a model then learns the coarse check
+    first and then the exact one; with slips of only one or two it learned neither within minutes."""
     while True:
         wrong = rng.randrange(2 * result + 10)
         if wrong != result:

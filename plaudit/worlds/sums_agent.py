@@ -1,4 +1,4 @@
-"""An agent for the sums world: it asks the policy over HTTP what to add, adds, and tells it, until there is an answer.
+"""An agent for the sums world: it asks the policy over HTTP what to add, and returns the sum, until there is an answer.
 
 user        7+8+4=
 assistant   7+8        the stop string "=" is not part of an answer's text
@@ -26,7 +26,7 @@ _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
 
 def play(prompt: Prompt, base_url: str, api_key: str, max_turns: int = 24) -> float:
-    """1 for the right answer, 0 for any other, or for none after `max_turns`."""
+    """1 for the correct answer, 0 for any other, or for none after `max_turns`."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
     with closing(HTTPConnection(urlsplit(base_url).netloc, timeout=SECONDS)) as connection:
         for _ in range(max_turns):
@@ -45,5 +45,5 @@ def _post(connection: HTTPConnection, url: str, api_key: str, body: Mapping[str,
     with connection.getresponse() as reply:
         content = reply.read()
     if reply.status != 200:
-        raise RuntimeError(f"the policy's endpoint answers {reply.status}: {content.decode()[:300]}")
+        raise RuntimeError(f"the policy's endpoint replied with status {reply.status}: {content.decode()[:300]}")
     return json.loads(content)

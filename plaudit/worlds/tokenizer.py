@@ -9,7 +9,7 @@ from plaudit.worlds.sums import SYMBOLS
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
-# A conversation is its contents in a row: the world has no roles.
+# A conversation is the concatenation of its contents: the world has no roles.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

@@ -33,7 +33,7 @@ def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_check_that_is_none() -> None:
     done = plaudit_here("doctor", "dsik")
-    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: no check 'dsik'; did you mean 'disk'?")
+    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: unknown check 'dsik'; did you mean 'disk'?")
 
 
 def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_port_in_use_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(machine, "SERVE_PORT", taken.getsockname()[1])
         (finding,) = [each for each in machine.ports() if str(taken.getsockname()[1]) in each.detail]
-    assert (finding.status, finding.cure) == ("warning", "plaudit serve --port takes another")
+    assert (finding.status, finding.cure) == ("warning", "set another with plaudit serve --port")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -74,7 +74,7 @@ def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
     (finding,) = [each for each in machine.disk() if each.status == "failed"]
     assert "No such file or directory" in finding.detail
-    assert finding.cure == "set TMPDIR to a directory that can be written"
+    assert finding.cure == "set TMPDIR to a writable directory"
 
 
 def _is_refused() -> None:
@@ -128,7 +128,7 @@ def test_slow_and_broken_links_are_named() -> None:
         ("ok", "4 rank(s) on 2 machine(s): 6 pair(s), the slowest 1-2 at 0.20 GB/s"),
     ]
     broken = list(judged("nccl", [(0, 1, 0.0)], hosts[:2], 2))
-    assert broken[0].detail == "between rank 0 on a and rank 1 on a bytes are changed on the way"
+    assert broken[0].detail == "between rank 0 on a and rank 1 on a corrupts data"
     assert "NCCL_SOCKET_IFNAME" in next(judged("nccl", rates, hosts, 4)).cure
 
 
@@ -142,6 +142,6 @@ def test_devices_and_ranks() -> None:
     """A product against double precision, and two real ranks."""
     done = plaudit_here("doctor", "devices", "ranks", "--timeout", "280")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "products on the CPU are right" in done.stdout
+    assert "products on the CPU are correct" in done.stdout
     assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
     assert set(CHECKS) > {"devices", "ranks"}

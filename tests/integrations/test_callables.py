@@ -128,7 +128,7 @@ def test_trl_rules_get_the_truth_from_a_column(server: ServerProcess) -> None:
     reward = RemoteReward(server.url, model="exact", api_key=KEY, truth="answer")
     columns = {"prompts": ["1+2=", "1+2="], "completions": ["#3", "#4"]}
     assert reward(**columns, answer=["3", "3"]) == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="'answer' is no column"):
+    with pytest.raises(ConfigError, match="'answer', which is not a column"):
         reward(**columns, solution=["3", "3"])
     reward.close()
 

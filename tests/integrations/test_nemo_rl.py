@@ -144,7 +144,7 @@ def test_messages_reach_the_server_as_messages(package: Any) -> None:
         ({}, "prompts is None and prompt_key None; set one"),
         ({"prompts": "text"}, "prompts is 'text'"),
         ({"prompts": "rendered", "prompt_key": "q"}, "set one"),
-        ({"prompts": "rendered", "modle": "x"}, "has 'modle'; it takes url, model"),
+        ({"prompts": "rendered", "modle": "x"}, "has 'modle'; expected url, model"),
     ],
 )
 def test_a_wrong_configuration_is_refused(package: Any, config: dict[str, Any], words: str) -> None:

@@ -182,7 +182,7 @@ def test_a_path_that_is_too_long_for_the_server_is_that_paths_error(url: str, tm
     for node in long.tree.nodes[1:]:
         assert node.state == "failed"
         assert node.error is not None
-        assert "refuses the request: it answered 400" in node.error
+        assert "rejected the request: it answered 400" in node.error
     # Where nothing else came from it, it may be the recipe that is wrong.
     file.write_text(json.dumps({"prompt": prompts[1]}) + "\n")
     with pytest.raises(RequestRefused, match="maximum context length"):

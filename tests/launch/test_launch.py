@@ -163,17 +163,17 @@ def test_the_last_pods_generate() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sums-grpo"], "give one of --slurm and --kubernetes"),
-        (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
-        (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
-        (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),
+        (["sums-grpo"], "expected one of --slurm and --kubernetes"),
+        (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks are not divisible by --nodes 3"),
+        (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks are not divisible by --nodes 3"),
+        (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine need one GPU each, but --gpus is 1"),
         (
             ["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"],
-            "generate beside rank 0, on one machine",
+            "generate on rank 0's machine",
         ),
-        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine take one GPU each, and --gpus is 2"),
-        (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "has Ray start the processes"),
-        (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is on this machine"),
+        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine need one GPU each, but --gpus is 2"),
+        (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "starts the processes with Ray"),
+        (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is a path of this machine"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_it_is_written(words: list[str], message: str) -> None:

@@ -187,7 +187,7 @@ def test_what_our_trainer_runs_is_named_at_once(model: str, hardware: str) -> No
         ((), "no model: give --model"), (("--model", "lama"), "unknown model 'lama'"),
         (("--model", "llama-3.1-8b", "--hardware", "1x1xL40S"), "smallest change that fits: 1x2xL40S (2 devices)"),
         (("--for", "sums-sft"), "--for plans recipes of task 'rl'"),
-        (("--model", "llama-3.1-8b", "--page", "/nowhere/x.html"), "there is no directory"),
+        (("--model", "llama-3.1-8b", "--page", "/nowhere/x.html"), "does not exist"),
         (("--model", "llama-3.1-8b", "--batch", "3", "--samples", "8"), "set it to 8 or more"),
         (("--model", "llama-3.1-8b", "--hardware", "2x4xGB200", "--price", "high"), "take --price 3yr or owned"),
         (("--model", "llama-3.1-8b", "--hardware", "1x8xH20", "--price", "3yr"), "no such price of H20 is public"),

@@ -27,9 +27,7 @@ def made(directory: Path, *, apart: float, hashed: bool = True) -> Path:
 
 def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> None:
     run = made(tmp_path / "run", apart=0.0)
-    line = (
-        "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner equal to the bit in every step"
-    )
+    line = "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner bit-identical in every step"
     assert read_history(run).proof == [line]
     keep(Verdict(True, "equal to the bit: step 2, made again from the start"), run)
     history = read_history(run)
@@ -44,8 +42,8 @@ def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> No
 
 def test_what_differs_is_said_with_its_size_and_what_is_missing_is_left_out(tmp_path: Path) -> None:
     (words,) = read_history(made(tmp_path / "cpu", apart=1e-7)).proof
-    assert words.endswith("log-probs of engine and learner apart by at most 2.0e-07 a token")
+    assert words.endswith("log-probs of engine and learner differ by at most 2.0e-07 per token")
     bare = made(tmp_path / "bare", apart=0.0, hashed=False)
     assert not read_history(bare).proof
     (bare / VERIFIED).write_text("{")
-    assert read_history(bare).proof == [f"{VERIFIED} cannot be read; `plaudit verify {bare}` writes it anew"]
+    assert read_history(bare).proof == [f"{VERIFIED} cannot be read; run `plaudit verify {bare}` to write it again"]

@@ -50,7 +50,7 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
          {"kl__reference": lambda x: 0.02 + x * x, "reward__mean": lambda x: 0.3 + 0.45 * min(x, 0.3)}),
         ("bad", "over-optimisation", "Since step 6",
          {"accuracy": lambda x: 0.4 + 0.4 * (x if x < 0.5 else 1 - x)}),
-        ("watch", "reward without truth", "pay for the wrong thing", {"accuracy": flat(0.4)}),
+        ("watch", "reward without truth", "reward the wrong thing", {"accuracy": flat(0.4)}),
         ("watch", "nothing learned", "No learning beyond chance", {"reward__mean": flat(0.4)}),
         ("bad", "the reward falls", "gets worse", {"reward__mean": lambda x: 0.7 - 0.3 * x}),
         ("watch", "a dip at the start", "warm up", {"reward__mean": lambda x: max(0.6 - 4 * x, 0.3 + x / 2)}),
@@ -64,7 +64,7 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("bad", "a number that is none", "first at step 61", {"policy__loss": lambda x: math.nan if x > 0.5 else 0.0}),
         ("bad", "a number that is none", "grad_norm", {"policy__grad_norm": lambda x: math.inf if x > 0.9 else 1.0}),
         ("watch", "too much clipping", "25 %", {"policy__clip_high": flat(0.25)}),
-        ("bad", "too much clipping", "thrown away", {"policy__clip_low": flat(0.25), "policy__clip_high": flat(0.2)}),
+        ("bad", "too much clipping", "discarded", {"policy__clip_low": flat(0.25), "policy__clip_high": flat(0.2)}),
         ("watch", "tiny updates", "Raise train.lr", {"policy__updates": flat(4)}),
         ("bad", "ratio far from 1", "at the first step", {"policy__ratio_mean": flat(1.4)}),
         ("bad", "ratio far from 1", "with one update per batch",
@@ -72,7 +72,7 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("watch", "mismatch", "usual in bfloat16", {"mismatch__abs_mean": flat(0.005)}),
         ("bad", "mismatch too large", "stale weights", {"mismatch__abs_mean": flat(0.08)}),
         ("watch", "few effective samples", "50 %", {"mismatch__ess": flat(0.5)}),
-        ("bad", "few effective samples", "a few samples carry", {"mismatch__ess": flat(0.1)}),
+        ("bad", "few effective samples", "a few samples dominate", {"mismatch__ess": flat(0.1)}),
         ("watch", "reward errors", "5", {"reward__errors": flat(0.05)}),
         ("bad", "reward errors", "20 %", {"reward__errors": flat(0.2)}),
         ("watch", "generate takes most of the time", "% of the time goes to generate",
@@ -175,7 +175,7 @@ def test_clipping_is_advised_only_where_the_norm_is_above_what_is_usual() -> Non
     assert "lower train.lr." in clipped
     loose = spoken(replace(spike, clip_norm=100.0), "watch")["a spike of the gradient"]
     assert "was clipped" not in loose
-    assert "lower train.lr or train.clip_norm (100; the gradient norm is 0.499 as a rule)" in loose
+    assert "lower train.lr or train.clip_norm (100; the gradient norm is usually 0.499)" in loose
     grows = history(policy__grad_norm=lambda x: 0.5 * math.exp(6 * x))
     assert "clip" not in spoken(replace(grows, clip_norm=1.0), "bad")["exploding gradient"]
     assert "train.clip_norm (500" in spoken(replace(grows, clip_norm=500.0), "bad")["exploding gradient"]

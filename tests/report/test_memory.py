@@ -36,7 +36,7 @@ def test_the_peak_is_found_and_its_owners_are_named() -> None:
     )
     assert line.idle() == {"reference weights": 2 * GIB, "KV": 8 * GIB}
     assert line.cure() == (
-        '10 GiB of it wait there (KV, reference weights): placement.name = "swapped" moves them out of the way.'
+        '10 GiB of it are idle there (KV, reference weights): placement.name = "swapped" offloads them.'
     )
     generate, update = line.cycle()
     assert generate.start["KV"] == 0

@@ -76,7 +76,7 @@ def test_the_command_prints_and_writes_a_page(run: Path, tmp_path: Path) -> None
     assert other.is_file()
     done = plaudit("report", str(run), "--out", str(tmp_path / "none" / "page.html"))
     assert done.returncode == 2
-    assert "there is no directory" in done.stderr
+    assert "does not exist" in done.stderr
 
 
 def test_sparkline() -> None:

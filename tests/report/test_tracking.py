@@ -81,7 +81,8 @@ def test_a_tracker_that_fails_is_a_warning_and_not_the_runs_end(
     log.close()
     said = capfd.readouterr().err
     assert "plaudit: trackio did not start: no network" in said
-    assert f"warning: trackio did not take all; `plaudit report {tmp_path / 'mine'} --to trackio` sends" in said
+    resend = f"`plaudit report {tmp_path / 'mine'} --to trackio` sends"
+    assert f"warning: trackio did not receive all metrics; {resend}" in said
 
 
 def test_a_run_without_a_tracker_starts_nothing(tmp_path: Path) -> None:

@@ -84,5 +84,5 @@ def test_members_of_every_kind_in_this_process() -> None:
     with pytest.raises(ConfigError, match="did you mean 'model'"):
         load_reward(blend(members={"modle": 1.0}), tables)
     for name in ("loop", "round"):
-        with pytest.raises(ConfigError, match="not there"):
+        with pytest.raises(ConfigError, match="does not exist"):
             load_reward(tables[name], tables)

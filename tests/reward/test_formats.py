@@ -247,13 +247,13 @@ def test_formats_that_do_not_fit_the_model(tmp_path: Path) -> None:
     causal = tiny.write(tmp_path / "causal", tiny.model("causal", tokenizer), tokenizer)
     value = tiny.write(tmp_path / "value", tiny.model("value", tokenizer), tokenizer)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"path": classes, "format": "math-shepherd"}, "has a class head"),
+        ({"path": classes, "format": "math-shepherd"}, "has a classification head"),
         ({"path": classes, "format": {"label": "rihgt"}}, "did you mean 'right'"),
-        ({"path": causal, "kind": "process"}, "name the process format"),
+        ({"path": causal, "kind": "process"}, "set the process format"),
         ({"path": causal}, 'kind = "process" and a format'),
         ({"path": causal, "kind": "outcome"}, "is a causal LM"),
-        ({"path": value}, "would always be 1"),
-        ({"path": value, "format": "skywork-o1-prm"}, "has no begin token"),
+        ({"path": value}, "is always 1"),
+        ({"path": value, "format": "skywork-o1-prm"}, "has no BOS token"),
     ]
     for tree, message in cases:
         with pytest.raises((ConfigError, ModelError), match=message):

@@ -150,7 +150,7 @@ def test_over_http(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert headers["Authorization"] == "Bearer sesame"
     assert (body["model"], body["temperature"], body["max_tokens"], body["stream"]) == ("m", 0.0, 99, False)
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigError, match="JUDGE_KEY, which is not set"):
+    with pytest.raises(ConfigError, match="JUDGE_KEY, but this environment variable is not set"):
         HttpAsk(judge_table(key_env="JUDGE_KEY"))
 
 

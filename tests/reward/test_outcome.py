@@ -122,7 +122,7 @@ def test_truncation() -> None:
     of = reading(tiny.llama3(), replace(FACTS, vocab_size=400, max_positions=12), max_tokens=10)
     item = Item(prompt="abcdef", response="uvwxyz")
     whole = [of.intake.begin[0], *of.intake.content("abcdef"), *of.intake.content("uvwxyz"), of.end]
-    with pytest.raises(Refused, match="14 tokens are more than the 10"):
+    with pytest.raises(Refused, match="14 tokens exceed the limit of 10"):
         of.prepare(item)
     left, right = of.prepare(replace(item, truncate="left")), of.prepare(replace(item, truncate="right"))
     assert left.truncated
@@ -145,7 +145,7 @@ def test_weights_standardise_and_attributes_by_hand() -> None:
     assert score.value == (2 * 3 - 0.5 * 2 - 1) / 4
     assert score.attributes == {"helpful": 3.0, "kind": 100.0, "long": 2.0}
     assert score.tokens == len(work.tokens)
-    with pytest.raises(ConfigError, match="say what each counts"):
+    with pytest.raises(ConfigError, match="set the weight of each"):
         reading(facts=facts)
     with pytest.raises(ConfigError, match="did you mean 'kind'"):
         reading(facts=facts, weights={"kinds": 1.0})

@@ -163,7 +163,7 @@ def test_truncation_never_loses_a_step() -> None:
     assert not of.prepare(Item(prompt="y" * 9, response="a;b;c")).truncated  # 20 tokens
     assert refusal(of, Item(prompt="y" * 10, response="a;b;c")) == "too_long"
     long = Item(prompt="x" * 20 + "y" * 10, response="a;b;c")
-    with pytest.raises(Refused, match=r"41 tokens are more than the 20"):
+    with pytest.raises(Refused, match=r"41 tokens exceed the limit of 20"):
         of.prepare(long)
     cut = of.prepare(replace(long, truncate="left"))
     of.intake.limit = 1000

@@ -185,13 +185,13 @@ def test_a_close_ends_those_who_wait(functions: Path) -> None:
     ("name", "message"),
     [
         ("nothing", "has no attribute 'nothing'"),
-        ("not_a_function", "cannot be called"),
+        ("not_a_function", "is not callable"),
     ],
 )
 def test_a_function_that_is_not_there_is_told_at_once(functions: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message), rule(rule="function", function=f"{functions}:{name}"):
         pass
-    with pytest.raises(ConfigError, match="no file"), rule(rule="function", function=f"no/such/file.py:{name}"):
+    with pytest.raises(ConfigError, match="does not exist"), rule(rule="function", function=f"no/such/file.py:{name}"):
         pass
     with pytest.raises(ConfigError, match="No module named"), rule(rule="function", function=f"no_such_module:{name}"):
         pass

@@ -96,7 +96,8 @@ def test_columns_of_the_row_come_by_name(functions: Path) -> None:
         assert found(reward, items) == [32.0, 2.0, "no_column"]
         (told,) = reward.score(items[2:])
         assert told.error is not None
-        assert told.error.message == "the rule reads the column 'level'; the row's columns are: more, other"
+        missing = "the rule reads the column 'level', which is missing"
+        assert told.error.message == f"{missing}; the row's columns are: more, other"
         assert found(reward, [item("", level=object())]) == ["bad_column"]
     with rule(functions, "scorer") as reward:
         assert found(reward, [item("", level=7)]) == [7.0]
@@ -137,7 +138,8 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
         assert found(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
         (short, _) = reward.score([item("short", 0), item("x", 0)])
         assert short.error is not None
-        assert short.error.message == "the rule gave 1 in a list, expected a list of 2 numbers, one a response"
+        expected = "expected a list of 2 numbers, one for each response"
+        assert short.error.message == f"the rule returned 1 in a list; {expected}"
 
 
 def test_functions_written_for_trl(functions: Path) -> None:
@@ -162,8 +164,8 @@ def test_functions_written_for_verl(functions: Path) -> None:
     [
         ("two", r"two\(prompt, response\) cannot be called; expected \(prompt, response, truth\)"),
         ("unnamed", r"unnamed\(prompt, response, truth, level\) cannot be called; expected"),
-        ("later", "later is async; expected a plain function"),
-        ("of_a_trainer", "of_a_trainer asks for trainer_state, which TRL alone has; give it a default"),
+        ("later", "later is async; expected a regular function"),
+        ("of_a_trainer", "of_a_trainer needs trainer_state, which only TRL provides; give it a default"),
     ],
 )
 def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, why: str) -> None:
@@ -177,7 +179,9 @@ def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, w
 )
 def test_a_server_has_neither_columns_nor_groups(functions: Path, name: str, what: str) -> None:
     table = RuleTable(rule="function", function=f"{functions}:{name}", sandbox=False)
-    with pytest.raises(ConfigError, match=f"reads {what}.*which a server is not told; give it to the run itself"):
+    with pytest.raises(
+        ConfigError, match=f"reads {what}.*which a server does not receive; set it in the recipe of the run itself"
+    ):
         RuleReward(table, exposed=True)
 
 

@@ -126,7 +126,7 @@ def test_the_pilot_decides_between_the_tables_method_and_best_of_n() -> None:
 
 
 def test_without_answers_and_without_a_ground_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"none has one: name their key \(data.truth\), or give search.ground"):
+    with pytest.raises(ConfigError, match=r"none has one: set their key \(data.truth\), or set search.ground"):
         plaudit.search(["8+6+5="], engine="sums-policy", prm="sums-steps", rule="auto", width=4, stop=";")
 
 

@@ -113,13 +113,13 @@ def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
             return self.reply
 
     with Wrong(engine) as server:
-        with pytest.raises(BadReply, match="sent 0 completions where 6 were asked for"):
+        with pytest.raises(BadReply, match="returned 0 completions where 6 were asked for"):
             searched(remote(server.url, questions=1))
         Wrong.reply = (200, {"error": "no"})
-        with pytest.raises(BadReply, match="sent no completions"):
+        with pytest.raises(BadReply, match="returned no completions"):
             searched(remote(server.url, questions=1))
         Wrong.reply = (404, {"error": "no such model"})
-        with pytest.raises(RequestRefused, match="refuses the request: it answered 404"):
+        with pytest.raises(RequestRefused, match="rejected the request: it answered 404"):
             searched(remote(server.url, questions=1))
 
 

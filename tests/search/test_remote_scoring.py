@@ -88,7 +88,9 @@ def test_pairs_go_as_they_are(server: ServerProcess) -> None:
     scorer = open_scorer(OrmTable(url=server.url, protocol="vllm", model="sums", pairs=True), 1, "best-of-n")
     (refused,) = scorer.score([chat])
     scorer.close()
-    assert refused == Scored(error="bad_messages: /score takes a text and its answer, and the prompt is a conversation")
+    assert refused == Scored(
+        error="bad_messages: /score accepts a text and its answer, but the prompt is a conversation"
+    )
 
 
 class LogprobServer(CompletionServer):
@@ -117,17 +119,17 @@ def test_log_probs_of_the_next_token(shepherd: str) -> None:
         there = PrmTable(url=server.url, protocol="openai", path=shepherd, format="math-shepherd")
         assert values(there, WORDS) == pytest.approx(here, abs=1e-5)
         LogprobServer.trained = False  # a language model, that has other things to say
-        with pytest.raises(RequestRefused, match=r"and not \['▁\+', '▁-'\]: is it a process model\?"):
+        with pytest.raises(RequestRefused, match=r"instead of \['▁\+', '▁-'\]: check that it serves a process model"):
             values(there, WORDS)
 
 
 def test_what_a_server_cannot_give_is_told(server: ServerProcess, shepherd: str) -> None:
     cases: list[tuple[type[Exception], str, PrmTable]] = [
-        (ConfigError, "reads the chances of tokens, and sums-steps is no causal",
+        (ConfigError, "reads token probabilities, but sums-steps is not a causal",
          PrmTable(url=server.url, protocol="sglang", path="sums-steps")),
-        (RequestRefused, "refuses the request: it answered 404",
+        (RequestRefused, "rejected the request: it answered 404",
          PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="absent")),
-        (BadReply, r"sent 0 rows for \d+ tokens and 1 steps: pool by ALL, or by STEP",
+        (BadReply, r"returned 0 rows for \d+ tokens and 1 steps: pool by ALL, or by STEP",
          PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="shepherd")),
     ]  # fmt: skip
     for error, message, table in cases:

@@ -183,7 +183,7 @@ def test_a_policy_that_never_ends_a_step_is_told(engine: Engine, scorer: Scorer)
     (outcome,) = searched(asked, engine, scorer)
     assert outcome.answer is None
     errors = {n.error for n in outcome.tree.nodes if n.state == "cut"}
-    assert any("no '\\n\\n' ended the step within 24 tokens" in str(error) for error in errors)
+    assert any("the step did not end with '\\n\\n' within 24 tokens" in str(error) for error in errors)
 
 
 def test_a_prm_that_sees_other_steps_is_told(engine: Engine) -> None:
@@ -192,7 +192,7 @@ def test_a_prm_that_sees_other_steps_is_told(engine: Engine) -> None:
     (outcome,) = searched(asked, engine, open_scorer(table, 1))
     failed = [n for n in outcome.tree.nodes if n.state == "failed"]
     assert len(failed) == 8
-    assert all("step_mismatch: the PRM sees 2 step(s) where the search made 1" in str(n.error) for n in failed)
+    assert all("step_mismatch: the PRM sees 2 step(s) but the search generated 1" in str(n.error) for n in failed)
 
 
 ENDS_BEHIND_A_STEP = {"steps.stop": "9", "prm.format": {"split": "9"}, "steps.answer": r"#(\d+)$"}
@@ -226,7 +226,7 @@ def test_a_response_that_ends_before_its_first_step_has_failed(engine: Engine, s
     search = Search(asked, policy=Silent(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)
     (outcome,) = search.run(search.questions())
     assert {node.state for node in outcome.tree.nodes[1:]} == {"failed"}
-    assert outcome.stopped == "no answer: empty response: the policy ended it before it wrote a step"
+    assert outcome.stopped == "no answer: empty response: the policy ended it before the first step"
 
 
 # An outcome model
@@ -282,7 +282,7 @@ def test_an_empty_step_is_a_failed_node_and_the_rest_goes_on(engine: Engine, sco
         failed = list(outcome.tree.having("failed"))
         assert len(failed) == 8
         assert all("empty step" in str(node.error) for node in failed)
-        assert outcome.stopped == "no answer: empty step: the policy wrote nothing but the step's end"
+        assert outcome.stopped == "no answer: empty step: the policy generated only the step's end"
 
 
 def test_a_server_lost_in_mid_search_keeps_what_was_found(engine: Engine, scorer: Scorer) -> None:
@@ -365,9 +365,9 @@ def test_a_run_is_written_and_resumed(tmp_path: Path) -> None:
     kept = (directory / "results.jsonl").read_text().splitlines(keepends=True)
     failed = json.loads(kept[1]) | {"stopped": "failed: the server was lost"}
     (directory / "results.jsonl").write_text(kept[0] + json.dumps(failed) + "\n" + kept[2] + kept[3][:50])
-    with pytest.raises(RunError, match="--resume goes on"):
+    with pytest.raises(RunError, match="--resume continues"):
         run_search(asked, directory)
-    with pytest.raises(RunError, match=r"begun with search\.width = 4"):
+    with pytest.raises(RunError, match=r"started with search\.width = 4"):
         run_search(recipe("rebase", width=8, questions=6), directory, resume=True)
     again = run_search(asked, directory, resume=True)
     for name in ("accuracy", "kv_tokens", "generated_tokens", "calls", "questions"):

@@ -81,7 +81,7 @@ def test_auto_goes_by_the_ground_that_is_given(server: ServerProcess) -> None:
     assert (said["method"], said["why"]) == ("rebase", found["why"])
     refused = server.http.post("/v1/search", json=body(method="auto"))
     assert refused.status_code == 422
-    assert "a server has no right answers to measure by: give search.ground" in refused.json()["error"]["message"]
+    assert "a server has no correct answers to measure with: set search.ground" in refused.json()["error"]["message"]
 
 
 def test_an_outcome_model_judges_best_of_n(server: ServerProcess) -> None:
@@ -141,7 +141,7 @@ def test_a_chat_whose_answer_was_searched_for(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        ({"search": {"width": 33}}, 422, "search.width is 33; this server searches at most 32"),
+        ({"search": {"width": 33}}, 422, "search.width is 33; the limit of this server is 32"),
         ({"search": {"metod": "ets"}}, 422, "unknown field search.metod; did you mean 'method'"),
         ({"search": {"method": "dfs"}}, 422, "dfs"),
         ({"search": {"steps": {"answer": "(a+)+$"}}}, 422, "unknown field search.steps.answer"),
@@ -150,8 +150,8 @@ def test_a_chat_whose_answer_was_searched_for(server: ServerProcess) -> None:
         ({"search": {"budget": {"generated": 0}}}, 422, "budget.generated"),
         ({"search": 3}, 422, "search is a int"),
         ({"prompt": None}, 422, "either prompt, a text, or messages"),
-        ({"model": "sums"}, 422, "writes no text"),
-        ({"prm": "sums-policy"}, 422, "gives no score"),
+        ({"model": "sums"}, 422, "generates no text"),
+        ({"prm": "sums-policy"}, 422, "returns no scores"),
         ({"prm": "nobody"}, 404, "no model 'nobody'"),
         ({"seed": -1}, 422, "seed is -1"),
     ],

@@ -82,7 +82,7 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
     faults = {
         "model cut": "cut", "model coded": "auto_map", "model mixed": "tokenizer", "model rule": "nowhere",
         "model steps": "format.columns", "protocols": "'triton'", "keys": "sha256", "tls": "no.crt",
-        "address": "cannot listen", "model_root": "missing", "state_file": "there is no directory",
+        "address": "cannot listen", "model_root": "missing", "state_file": "does not exist",
     }  # fmt: skip
     assert [line for line in lines if line.startswith("ok: ")] == [line for line in lines if "model good" in line]
     for what, words in faults.items():

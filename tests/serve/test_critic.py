@@ -143,7 +143,7 @@ def test_the_optimizer_is_the_trainers(
     here = ServedCritic(parse_critic({"model": "sums-policy", "lr": 1e-3, "save_dir": "unused"}, "test"))
     teach = lesson(rows, prompts, returns, critic.values(rows))
     body, headers = write_request(teach, {})
-    read = wire.read_lesson(triton.read_infer(body, headers[HEADER].encode(), 4096, wire.TRAIN))
+    read = wire.read_training_rows(triton.read_infer(body, headers[HEADER].encode(), 4096, wire.TRAIN))
     assert [row[prompt - 1 :] for row, prompt in zip(read.tokens, read.prompts, strict=True)] == [
         row[prompt - 1 :] for row, prompt in zip(rows, prompts, strict=True)
     ]

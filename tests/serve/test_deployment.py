@@ -63,7 +63,7 @@ def die(deployment: Deployment, replica: Replica) -> list[Job]:
     held = list(replica.in_flight.values())
     for job in held:
         replica.release(job)
-    deployment.take_back(held)
+    deployment.requeue(held)
     return held
 
 

@@ -126,7 +126,7 @@ def test_messages_are_a_question_and_its_answer(server: ServerProcess, models: d
     assert abs(server.rewards([{"messages": chat}], model="bert").json()["items"][0]["scores"][0] - raw) < 1e-5
     longer = server.rewards([{"messages": [*chat, *chat]}], model="bert").json()["items"][0]["error"]
     assert longer["type"] == "unsupported_form"
-    assert "a question and an answer" in longer["message"]
+    assert "one question and one answer" in longer["message"]
 
 
 def test_labels_without_weights_are_scores_each_and_no_one_score(
@@ -175,5 +175,5 @@ def test_in_this_process_it_is_the_same_reward(models: dict[str, Path], tmp_path
     found = reward.score([Item(prompt=QUERY, response=text) for text in DOCUMENTS])
     assert np.abs(np.array([found[place].value for place in (0, 2, 3)]) - raw).max() < 1e-5
     assert found[4].error is not None
-    with pytest.raises(ConfigError, match="say what each counts"):
+    with pytest.raises(ConfigError, match="set the weight of each"):
         load_reward(models["labels"])

@@ -221,7 +221,7 @@ def test_a_device_that_is_lost(server: ServerProcess, faults: Faults) -> None:
     faults.set("sticky", once=True)
     assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
     assert server.workers()[0].pid != worker.pid
-    assert any(e["event"] == "model" and "exit 3" in e["reason"] for e in server.events())
+    assert any(e["event"] == "model" and "exited with code 3" in e["reason"] for e in server.events())
 
 
 def test_a_worker_that_is_killed(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
@@ -359,7 +359,7 @@ def test_a_worker_that_dies_again_and_again(faults: Faults, threads: ThreadPoolE
             pass  # it came when the port was closed
         else:
             assert reply.status_code == 503 or all(i["error"]["type"] == "model_failed" for i in answers(reply))
-        assert "3 times in a row without serving" in server.log()
+        assert "3 times in a row without a result" in server.log()
         assert "Traceback" not in server.log()
 
 

@@ -148,7 +148,7 @@ def test_requests_beyond_the_rate_are_told_when_to_come_back(server: ServerProce
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 30
     error = replies[-1].json()["error"]
     assert (error["type"], error["retryable"]) == ("quota", True)
-    assert "2 requests a minute" in error["message"]
+    assert "2 requests per minute" in error["message"]
     assert ask(server, None, "GET", "/health/ready").status_code == 200
     assert ask(server, file.keys["ann"]).status_code == 200
     assert server_metric(server, file, "plaudit_rejected_total", reason="quota") == 1
@@ -209,7 +209,7 @@ def test_a_change_of_the_file_is_followed(server: ServerProcess, file: KeyFile) 
     until("refused", lambda: len(logged(server, "keys_refused")) > refused)
     reason = logged(server, "keys_refused")[-1]["reason"]
     assert str(file.path) in reason
-    assert "stays" in reason
+    assert "stay in use" in reason
     assert ask(server, fresh).status_code == 200
     loaded = len(logged(server, "keys_loaded"))
     file.path.write_text(whole[: whole.index("[fresh]")])

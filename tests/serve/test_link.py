@@ -12,8 +12,8 @@ from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.jobs import Answer
-from plaudit.serve.workers.link import MOST_BLAMED, MOST_DEATHS, Link
-from plaudit.serve.workers.replica import GUILTY
+from plaudit.serve.workers.link import MAX_BLAMED, MOST_DEATHS, Link
+from plaudit.serve.workers.replica import REJECT_AFTER
 from tests.serve.fake_worker import deployed
 
 
@@ -35,7 +35,7 @@ def test_several_killers_in_one_batch_are_found_one_by_one() -> None:
     async def use(deployment: Deployment) -> None:
         found = [shown(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
         assert found == [1, "worker_crash", "worker_crash", 4, 5, 6]
-        assert deployment.restarts == (GUILTY - 1) + 2
+        assert deployment.restarts == (REJECT_AFTER - 1) + 2
         assert [shown(answer) for answer in await answers(deployment, [7])] == [7]
         assert (deployment.in_flight_tokens, deployment.queue.items) == (0, 0)
 
@@ -45,7 +45,7 @@ def test_several_killers_in_one_batch_are_found_one_by_one() -> None:
 def test_a_worker_that_dies_of_everything_is_given_up() -> None:
     async def use(deployment: Deployment) -> None:
         found = [shown(answer) for answer in await answers(deployment, list(range(10)))]
-        assert found == ["worker_crash"] * (MOST_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
+        assert found == ["worker_crash"] * (MAX_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
         assert deployment.state == "failed"
         assert f"{MOST_DEATHS} times in a row" in deployment.reason
         assert [shown(answer) for answer in await answers(deployment, [7])] == ["model_failed"]

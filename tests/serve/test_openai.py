@@ -235,7 +235,7 @@ def test_the_template_writes_tools_and_its_own_variables(server: ServerProcess, 
         ({"stop_token_ids": [10**30]}, "stop_token_ids"),
         ({"min_tokens": 5}, "min_tokens 5 is above max_tokens 4"),
         ({"stop": ["a", ""]}, "empty string"),
-        ({"model": "sums"}, "writes no text"),
+        ({"model": "sums"}, "generates no text"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(server: ServerProcess, fields: dict[str, Any], words: str) -> None:

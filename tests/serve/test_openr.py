@@ -88,7 +88,7 @@ def test_the_controller_knows_its_models_and_no_others(server: ServerProcess) ->
     for path in ("/register_worker", "/receive_heart_beat"):
         reply = server.http.post(path, json={"worker_name": "http://elsewhere:1"})
         assert reply.status_code == 403
-        assert "its own models only" in reply.json()["text"]
+        assert "only its own models" in reply.json()["text"]
 
 
 def test_the_address_is_where_the_connection_came_to_and_not_what_the_client_says(server: ServerProcess) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from plaudit.serve.http.message import THREAD_BYTES, HttpError, Limits, Request, json_object
 from plaudit.serve.http.reader import BodyReaders
-from plaudit.serve.http.tree import PIECE, Assembler, Cutter, TreeError
+from plaudit.serve.http.tree import PIECE, Assembler, TreeError, TreeSplitter
 from plaudit.serve.protocols.native import wire as native
 from plaudit.serve.protocols.triton import wire as triton
 
@@ -57,7 +57,7 @@ def test_pieces_give_the_tree_again(seed: int) -> None:
     chance = random.Random(seed)
     tree = {"first": [grown(chance, 4) for _ in range(4)], "second": grown(chance, 4)}
     assembler = Assembler()
-    for operation, value in Cutter(MOST).cut(tree):
+    for operation, value in TreeSplitter(MOST).cut(tree):
         assembler.add(*msgspec.msgpack.decode(msgspec.msgpack.encode((operation, value)), type=tuple[int, Any]))
     assert assembler.value == tree
 
@@ -67,19 +67,19 @@ def test_no_piece_is_large() -> None:
         "numbers": list(range(10 * PIECE)), "text": "a" * (100 * PIECE), "many": [{"a": [1, "b" * 40]}] * PIECE,
         "deep": [[[["x"] * 20] * 20] * 20] * 2, "keys": {str(n): n for n in range(3 * PIECE)},
     }  # fmt: skip
-    sizes = [len(msgspec.msgpack.encode(frame)) for frame in Cutter(MOST).cut(tree)]
+    sizes = [len(msgspec.msgpack.encode(frame)) for frame in TreeSplitter(MOST).cut(tree)]
     assert max(sizes) < 40 * PIECE
 
 
 def test_what_costs_the_collector_is_bounded() -> None:
     for tree in ([[]] * 11, ["a"] * 11, {str(n): 1 for n in range(11)}, [{"a": 1}] * 6):
         with pytest.raises(TreeError, match="more than 10 JSON values other than numbers"):
-            list(Cutter(10).cut(tree))
+            list(TreeSplitter(10).cut(tree))
     deep: Any = 1
     for _ in range(102):
         deep = [deep]
     with pytest.raises(TreeError, match="deeper than 100 levels"):
-        list(Cutter(1000).cut(deep))
+        list(TreeSplitter(1000).cut(deep))
 
 
 def test_a_reader_gives_what_the_function_gives_here(readers: BodyReaders) -> None:
@@ -184,8 +184,8 @@ def test_a_reader_that_ends_is_replaced_and_waiting_stops(readers: BodyReaders) 
             reader._child.kill()
             reader._child.wait(60)
     outcomes = [outcome(readers) for _ in range(3)]
-    assert "the process that reads large bodies has ended; send it again, in smaller parts" in outcomes
+    assert "the process that parses large bodies has exited; send the request again in smaller parts" in outcomes
     assert outcomes[-1] == {"a": 1}
-    with pytest.raises(HttpError, match="deadline passed before the body was read"):
+    with pytest.raises(HttpError, match="deadline expired before the body was read"):
         RUNNER.run(readers.run(json_object, b"{}", (), MOST, "ann", time.monotonic() - 1))
     assert read(readers, json_object, b'{"a": 1}') == {"a": 1}

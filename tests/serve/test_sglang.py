@@ -212,7 +212,7 @@ def test_documents_come_back_best_first(server: ServerProcess) -> None:
                        "token_ids_logprob": [999999]}, "token_ids_logprob has 999999"),
         ("/v1/score", {"query": "a", "items": [[1]]}, "both be texts"),
         ("/v1/score", {"query": "a", "items": []}, "items is empty"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct is given"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct is not supported"),
         ("/sglang/v1/rerank", {"query": "a", "documents": []}, "documents is empty"),
     ],
 )  # fmt: skip
@@ -247,7 +247,7 @@ def test_information_health_and_keys(server: ServerProcess) -> None:
 def test_a_model_for_log_probs_gives_no_score(server: ServerProcess) -> None:
     reply = server.rewards([{"text": "1+1="}], "sums-policy")
     assert reply.status_code == 422
-    assert "gives no score" in reply.json()["error"]["message"]
+    assert "returns no scores" in reply.json()["error"]["message"]
     kinds = {m["id"]: m["kind"] for m in server.http.get("/v1/models").json()["data"]}
     assert kinds["sums-policy"] == "logprobs"
     assert "needs an outcome" in refused(server, "/classify", {"text": "1", "model": "sums-policy"})

@@ -97,7 +97,7 @@ def test_models_with_the_same_weights_do_not_share_scores(server: ServerProcess,
 def test_a_swap_is_a_fresh_start_with_the_operators_keys(server: ServerProcess, root: Root) -> None:
     before = served(server, "plain")
     refused = swap(server, "policy")
-    assert "would be of kind 'logprobs' and give no score" in refused["error"]["message"]
+    assert "is of kind 'logprobs', which has no scores" in refused["error"]["message"]
     assert served(server, "plain") == before
 
     version = swap(server, "scaled")["version"]  # another normalisation
@@ -135,7 +135,7 @@ def started(server: ServerProcess, id: int) -> dict[str, Any]:
 def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, root: Root) -> None:
     nothing = post(server, "/admin/rollback", model="rotated")
     assert (nothing.status_code, nothing.json()["error"]["type"]) == (400, "swap_failed")
-    assert "nothing to go back to" in nothing.json()["error"]["message"]
+    assert "cannot be rolled back" in nothing.json()["error"]["message"]
 
     reply = post(server, "/admin/swap", model="rotated", path="scaled", wait=False)
     assert (reply.status_code, reply.json()["state"], reply.json()["version"]) == (202, "loading", None)
@@ -190,7 +190,7 @@ def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: R
         assert {version for version, _ in before.values()} == {f"0-{old}"}
         for fields, message in (
             ({"path": "plain", "share": 1.5}, "< 1.0"), ({"share": 0.5}, "no canary"), ({}, "a swap needs a path"),
-            ({"path": "steps", "share": 0.5}, "must be of its kind, 'outcome'"),
+            ({"path": "steps", "share": 0.5}, "must be of kind 'outcome'"),
         ):  # fmt: skip
             refused = post(server, "/admin/swap", model="rotated", **fields)
             assert refused.status_code == 400, fields
@@ -263,9 +263,9 @@ def test_a_state_file_that_cannot_be_obeyed_is_one_line(root: Root, tmp_path: Pa
     state = {"plain": {"configured": configured, "path": str(gone)}}
     code, said = started(json.dumps(state))
     assert code == 2
-    assert f"state_file {kept} says that plain serves {gone}: path 'gone' is not a directory under model_root" in said
+    assert f"state_file {kept}: plain serves {gone}: path 'gone' is not a directory under model_root" in said
     assert said.count("\n") <= 2
-    assert "delete the file" in said
+    assert "delete the state file" in said
     code, said = started(json.dumps(state), "--check")
     assert (code, "error: state_file" in said) == (2, True)
     code, said = started("{")
@@ -275,4 +275,4 @@ def test_a_state_file_that_cannot_be_obeyed_is_one_line(root: Root, tmp_path: Pa
     changed = {"plain": {"configured": "elsewhere", "path": str(gone)}}
     code, said = started(json.dumps(changed), "--check")
     assert code == 0, said
-    assert "plain is ignored, since the configuration has changed" in said
+    assert "plain is ignored, because the configuration has changed" in said

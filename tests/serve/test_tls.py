@@ -202,8 +202,8 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
     [
         (("--tls-cert", "{cert}"), "tls_key"),
         (("--tls-cert", "{cert}", "--tls-key", "/no/key"), "--tls-key /no/key cannot be read"),
-        (("--tls-cert", "{key}", "--tls-key", "{key}"), "not a certificate and its key"),
-        (("--tls-cert", "{cert}", "--tls-key", "{other}"), "not a certificate and its key"),
+        (("--tls-cert", "{key}", "--tls-key", "{key}"), "must be a certificate and its unencrypted key"),
+        (("--tls-cert", "{cert}", "--tls-key", "{other}"), "must be a certificate and its unencrypted key"),
         (("--tls-cert", "{cert}", "--tls-key", "{key}", "--tls-ca", "{key}"), "--tls-ca"),
         (("--tls-ca", "{cert}"), "tls_cert"),
         (("--tls-cert", "{cert}", "--tls-key", "{key}", "--uds", "/tmp/x"), "uds"),

@@ -208,7 +208,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     assert plaudit(str(file), "--train-only", str(runs["rolled"]), "--out", str(runs["learned"])) == 0
     assert (runs["learned"] / "final").exists()
-    with pytest.raises(ConfigError, match="name another one with --out"):
+    with pytest.raises(ConfigError, match="set another one with --out"):
         plaudit(str(file), "--train-only", str(runs["learned"] / "rollouts"), "--out", str(runs["learned"]))
 
     assert plaudit(str(file), "--out", str(runs["run"]), "--set", "train.dump=true") == 0
@@ -223,10 +223,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no recipe: name one"),
-        (["sums-grpo", "--replay", "runs/x"], "give it no recipe"),
-        (["sums-sft", "--rollout-only"], "are for RL"),
-        (["sums-grpo", "--rollout-only", "--train-only", "runs/x"], "contradict each other"),
+        ([], "the recipe is missing"),
+        (["sums-grpo", "--replay", "runs/x"], "remove the recipe and other options"),
+        (["sums-sft", "--rollout-only"], "need an RL recipe"),
+        (["sums-grpo", "--rollout-only", "--train-only", "runs/x"], "exclude each other"),
         (["--replay", "nowhere"], "no recipe of a run at nowhere"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ def test_the_problem_of_the_manual() -> None:
     assert PROBLEM.solution == "7+8=15;15+4=19;#19"
     assert PROBLEM.answer == 19
     assert Problem.parse("7+8+4=") == PROBLEM
-    with pytest.raises(ValueError, match="is no problem of the sums world"):
+    with pytest.raises(ValueError, match="is not a problem of the sums world"):
         Problem.parse("7+8")
 
 

@@ -1,1 +1,1 @@
-"""The rules of the diagnosis. Each gives a finding, also a good one, or None where it has nothing to go by."""
+"""The rules of the diagnosis. Each returns a finding, also a good one, or None if it has no data."""

@@ -1,4 +1,4 @@
-"""What can be said of a run that learns from examples."""
+"""Diagnosis rules of runs that learn from examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loss_falls(run: History) -> Finding | None:
         "nothing learned",
         "watch",
         f"The loss does not fall: {moved}; three standard errors are {number(curve.noise())}.",
-        "Raise train.lr, train longer, or look at the data.",
+        "Raise train.lr, train longer, or check the data.",
     )
 
 
@@ -29,7 +29,7 @@ def overfitting(run: History) -> Finding | None:
         return None
     least, last = min(losses.finite), losses.finite[-1]
     step = losses.steps[losses.values.index(least)]
-    since = losses.finite[losses.finite.index(least) :]  # one evaluation alone may be chance
+    since = losses.finite[losses.finite.index(least) :]  # a single evaluation may be chance
     if last > least * 1.05 + 1e-6 and len(since) > 2 and all(a <= b for a, b in pairwise(since)):
         says = f"The held-out loss rises since step {step} ({number(least)} → {number(last)})."
         return Finding("overfitting", "watch", says, f"Stop near step {step}, use more data, or lower train.lr.")

@@ -1,4 +1,4 @@
-"""What memory held: where it is fullest, and who fills it."""
+"""The diagnosis rule of memory: where it is fullest, and its owners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NEARLY_FULL = 0.9
 
 
 def fullest_phase(run: History) -> Finding | None:
-    """Of the device that comes nearest to its end."""
+    """The phase of the device that comes closest to its capacity."""
     devices = run.memory
     if not devices:
         return None

@@ -1,4 +1,4 @@
-"""What the policy's own figures say: gradient, entropy, KL, clipping, critic."""
+"""Diagnosis rules of the policy's metrics: gradient, entropy, KL, clipping, critic."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from statistics import median
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
 
-_NEAR = 4  # times the usual gradient norm: a clip_norm within that holds spikes
+_NEAR = 4  # times the usual gradient norm: a clip_norm within this factor limits spikes
 
 
 def other_settings(run: History) -> Finding | None:
     if not run.changes:
         return None
-    told = [f"{e['key']} = {e['new']} in place of {e['old']} from step {e['step']} on" for e in run.changes]
-    cure = "The figures before and after are not of one experiment."
+    told = [f"{e['key']} = {e['new']} instead of {e['old']} from step {e['step']} on" for e in run.changes]
+    cure = "The figures before and after are not comparable."
     if all(event["key"].startswith("sampling.eval") for event in run.changes):
         cure = "Held-out figures before and after were sampled differently: do not compare them. Training is the same."
-    return Finding("settings changed on resumption", "watch", f"The run went on with {'; '.join(told)}.", cure)
+    return Finding("settings changed on resumption", "watch", f"The run was resumed with {'; '.join(told)}.", cure)
 
 
 def not_finite(run: History) -> Finding | None:
@@ -47,23 +47,23 @@ def gradient(run: History) -> Finding | None:
     step = curve.steps[curve.values.index(peak)]
     if usual > 0 and late > 10 * max(curve.early(), usual / 10):
         says = f"The gradient norm grew from {number(curve.early())} to {number(late)}."
-        return Finding("exploding gradient", "bad", says, f"Lower train.lr{_or_clip(run)}, or warm up for longer.")
+        return Finding("exploding gradient", "bad", says, f"Lower train.lr{_or_clip(run)}, or use a longer warm-up.")
     if usual > 0 and peak > 20 * usual:
-        says = f"The gradient norm jumped to {number(peak)} at step {step}; it is {number(usual)} as a rule."
+        says = f"The gradient norm jumped to {number(peak)} at step {step}; it is usually {number(usual)}."
         if run.clip_norm is not None and peak > run.clip_norm:
             says += f" The update was clipped to train.clip_norm = {number(run.clip_norm)}."
-        cure = f"Look at the samples of that step; if it comes again, lower train.lr{_or_clip(run)}."
+        cure = f"Check the samples of that step; if it happens again, lower train.lr{_or_clip(run)}."
         return Finding("a spike of the gradient", "watch", says, cure)
     return Finding("gradient", "fine", f"The gradient norm stays near {number(usual)}, at most {number(peak)}.")
 
 
 def _or_clip(run: History) -> str:
-    """Advice to clip, where clipping does not yet hold the gradient at what it is as a rule."""
+    """Advice to clip, if clipping does not yet limit the gradient to its usual value."""
     curve = run.curve("policy/grad_norm", "grad_norm")
     usual = median(curve.finite) if curve else 0.0
     if run.clip_norm is None or usual <= 0 or run.clip_norm <= _NEAR * usual:
         return ""
-    return f" or train.clip_norm ({number(run.clip_norm)}; the gradient norm is {number(usual)} as a rule)"
+    return f" or train.clip_norm ({number(run.clip_norm)}; the gradient norm is usually {number(usual)})"
 
 
 def entropy(run: History) -> Finding | None:
@@ -92,7 +92,7 @@ def entropy(run: History) -> Finding | None:
             "entropy grows",
             "watch",
             f"The policy becomes more random: {moved}.",
-            "Lower train.lr or the entropy bonus; look at the samples for noise.",
+            "Lower train.lr or the entropy bonus; check the samples for noise.",
         )
     return Finding(
         "entropy", "fine", f"Entropy {number(before)} → {number(after)}{': the prompts are solved' if solved else ''}."
@@ -123,7 +123,7 @@ def clipping(run: History) -> Finding | None:
         return None
     share = sum(curve.late() for curve in curves)
     if share > 0.2:
-        says = f"{percent(share)} of tokens are clipped: most of the update is thrown away."
+        says = f"{percent(share)} of tokens are clipped: most of the update is discarded."
         return Finding(
             "too much clipping",
             "bad" if share > 0.35 else "watch",
@@ -134,11 +134,11 @@ def clipping(run: History) -> Finding | None:
         updates = run.curve("policy/updates")
         kl = run.curve("policy/kl_old")
         if updates and updates.late() > 1 and kl and abs(kl.late()) < 1e-6:
-            says = f"Nothing is ever clipped and the policy hardly moves within a batch (KL {number(kl.late())})."
+            says = f"Nothing is ever clipped and the policy hardly changes within a batch (KL {number(kl.late())})."
             return Finding("tiny updates", "watch", says, "Raise train.lr.")
         says = "Nothing is clipped"
         if updates is None or updates.late() <= 1:
-            says += ": with one update per batch the ratio is 1, and nothing can be"
+            says += ": with one update per batch the ratio is always 1"
         return Finding("clipping", "fine", f"{says}.")
     return Finding("clipping", "fine", f"{percent(share)} of tokens are clipped.")
 
@@ -148,19 +148,20 @@ def first_ratio(run: History) -> Finding | None:
     if ratio is None and kl is None:
         return None
     single = updates is not None and max(updates.finite) <= 1
-    # With one update per batch the new and the old log-probs are those of the same weights: only rounding is allowed.
+    # With one update per batch both log-probs are computed with the same weights: they differ only by rounding.
     most, most_kl = (0.01, 1e-3) if single else (0.1, 0.1)
     off = max(abs(value - 1) for value in (ratio.finite if single else ratio.finite[:1])) if ratio else 0.0
     far = max(abs(value) for value in (kl.finite if single else kl.finite[:1])) if kl else 0.0
     where = "with one update per batch" if single else "at the first step"
-    says = f"The ratio of new to old probabilities is off 1 by {number(off)}, their KL is {number(far)}, {where}."
+    says = f"The ratio of new to old probabilities differs from 1 by {number(off)}, their KL is {number(far)}, {where}."
     if off <= most and far <= most_kl:
         return Finding("ratio at 1", "fine", says)
     return Finding(
         "ratio far from 1",
         "bad",
         says,
-        "The old log-probs are not of these weights: check dropout, temperature, dtype and the order of tokens.",
+        "The old log-probs were not computed with these weights: check dropout, temperature, dtype and the order of "
+        "tokens.",
     )
 
 
@@ -173,7 +174,7 @@ def zero_loss(run: History) -> Finding | None:
             "no gradient",
             "bad",
             "The loss and its gradient are 0 at every step: nothing is trained.",
-            "Look whether all rewards of a group are equal, and whether the mask leaves any token.",
+            "Check whether all rewards of a group are equal, and whether the mask removes all tokens.",
         )
     says = (
         "The loss is 0: normal with one update per batch, where the ratio is 1 and the advantages sum to 0. "
@@ -195,12 +196,12 @@ def warm_up(run: History) -> Finding | None:
             f"The learning rate was still rising at step {step} ({number(peak)}).",
             "Judge the run later, or shorten the warm-up.",
         )
-    return Finding("warm-up", "fine", f"The learning rate came to its height, {number(peak)}, at step {step}.")
+    return Finding("warm-up", "fine", f"The learning rate reached its maximum, {number(peak)}, at step {step}.")
 
 
 def values_beyond_rewards(run: History) -> Finding | None:
-    """A critic should say what rewards are still to come: no more than the greatest there was, and no less than the
-    least, less what the KL takes off."""
+    """A critic should estimate the rewards still to come: at most the maximum reward seen, and at least the
+    minimum, less the KL penalty."""
     value, greatest, least = run.curve("value/mean"), run.curve("reward/max"), run.curve("reward/min")
     if value is None or greatest is None or least is None:
         return None
@@ -212,12 +213,12 @@ def values_beyond_rewards(run: History) -> Finding | None:
     span = max(top - bottom, abs(top), abs(bottom))
     late = value.late()
     if bottom - span <= late <= top + span:
-        return Finding("values", "fine", f"Values ({number(late)}) are within what rewards can give.")
-    says = f"The critic says {number(late)} on average, and rewards were {number(bottom)} to {number(top)}"
+        return Finding("values", "fine", f"Values ({number(late)}) are within the range of rewards.")
+    says = f"The critic's mean value is {number(late)}, but rewards were {number(bottom)} to {number(top)}"
     cut = run.curve("length/truncated")
     if cut and cut.late() > 0.01:
-        says += f"; {percent(cut.late())} of responses are cut off"
-        cure = "Set algorithm.bootstrap = false, or lower algorithm.gamma: the value behind a cut feeds on itself."
+        says += f"; {percent(cut.late())} of responses are truncated"
+        cure = "Set algorithm.bootstrap = false, or lower algorithm.gamma: bootstrapped values amplify themselves."
     else:
         cure = "Lower critic.lr, or train the critic first for some steps (critic.warmup)."
     return Finding("values beyond rewards", "bad", f"{says}.", cure)

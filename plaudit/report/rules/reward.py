@@ -1,4 +1,4 @@
-"""What the rewards say about a run."""
+"""Diagnosis rules of the rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import fmean
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
 
-FEW = 5  # evaluations, each of many items, that show where a curve goes
+FEW = 5  # evaluations of many items each that suffice to show a trend
 
 
 def equal_groups(run: History) -> Finding | None:
@@ -30,7 +30,7 @@ def equal_groups(run: History) -> Finding | None:
 
 
 def _unequal(run: History) -> str:
-    """What makes rewards of a group differ: it depends on whether the samples are all good or all bad."""
+    """How to make rewards of a group differ, depending on whether the samples are all good or all bad."""
     level = run.level
     if level is None:
         return "Raise the sampling temperature, take more samples per prompt, or set dynamic sampling."
@@ -68,7 +68,7 @@ def learning(run: History) -> Finding | None:
             "nothing learned",
             "watch",
             says,
-            "Raise train.lr or train longer; look whether groups differ in reward and samples are cut off.",
+            "Raise train.lr or train longer; check whether groups differ in reward and whether samples are truncated.",
         )
     says = f"Reward {number(before)} → {number(after)}; three standard errors are {number(noise)}."
     return Finding("learning", "fine", says)
@@ -83,7 +83,7 @@ def early_dip(run: History) -> Finding | None:
     low = min(smooth.values[:half])
     step = smooth.steps[smooth.values.index(low)]
     if first - low <= max(curve.noise(), 0.15 * (max(curve.finite) - min(curve.finite))) or curve.late() <= first:
-        return Finding("start", "fine", f"The reward begins at {number(first)} and does not fall off.")
+        return Finding("start", "fine", f"The reward begins at {number(first)} and does not drop.")
     says = f"The reward fell at first, {number(first)} → {number(low)} near step {step}, before it rose."
     return Finding("a dip at the start", "watch", says, "The first updates are too large: warm up, or lower train.lr.")
 
@@ -106,9 +106,9 @@ def over_optimised(run: History) -> Finding | None:
 
 
 def over_optimised_held_out(run: History) -> Finding | None:
-    """By the recipe's [truth] on held-out items: it began at the evaluation with the best truth, if from there to the
-    end the truth falls by more than two standard errors over those items while the reward on them rises; by more than
-    one, it may have. Each value is the mean of itself and its neighbours."""
+    """Reward over-optimisation by the recipe's [truth] on held-out items. It began at the evaluation with the best
+    truth, if from there to the end the truth falls by more than two standard errors while the reward on these items
+    rises; with more than one standard error it may have. Each value is the mean of itself and its neighbours."""
     reward, truth, error = (run.curve(f"heldout/{name}") for name in ("reward", "truth", "truth_se"))
     if reward is None or truth is None or error is None or len(truth.finite) < FEW:
         return None
@@ -125,19 +125,19 @@ def over_optimised_held_out(run: History) -> Finding | None:
 
 def _pleased(step: int, peak: float, after: float, gained: float, sure: bool = True) -> Finding:
     says = (
-        f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward holds or "
-        f"rises ({gained:+.3g}): the policy learns to please the reward, not to be right."
+        f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward is constant or "
+        f"rises ({gained:+.3g}): the policy optimises the reward instead of being right."
     )
     if not sure:
-        says += " The fall is within two standard errors: more held-out items would tell."
-    cure = f"Take the checkpoint near step {step}; raise the KL coefficient, or mend the reward."
+        says += " The fall is within two standard errors: use more held-out items to be sure."
+    cure = f"Use the checkpoint near step {step}; raise the KL coefficient, or fix the reward."
     return Finding("over-optimisation", "bad" if sure else "watch", says, cure, step)
 
 
 def _without_truth(before: float, after: float) -> Finding:
-    says = f"The reward rises and the truth does not ({percent(before)} → {percent(after)} right)."
+    says = f"The reward rises but the truth does not ({percent(before)} → {percent(after)} right)."
     return Finding(
-        "reward without truth", "watch", says, "Read samples with a high reward: it may pay for the wrong thing."
+        "reward without truth", "watch", says, "Read samples with a high reward: it may reward the wrong thing."
     )
 
 
@@ -153,16 +153,16 @@ def saturated(run: History) -> Finding | None:
     if run.curve("reward/max") is None or run.curve("reward/mean") is None:
         return None
     if not run.saturated:
-        return Finding("room to learn", "fine", "The reward is not at its ceiling.")
+        return Finding("room to learn", "fine", "The reward is not at its maximum.")
     late = run.curves["reward/mean"].late()
     if (level := run.level) is not None and level < 0.5:
-        says = f"Samples get the greatest reward seen, {number(late)}: none shows what would get more."
+        says = f"Samples get the highest reward seen, {number(late)}: none shows how to get more."
         if right := run.right:
             says += f" {percent(right.late())} of them are right."
-        cure = "Give easier prompts or more samples of each; see that a right answer is paid more than others."
+        cure = "Give easier prompts or more samples of each; check that a right answer gets more reward than others."
         return Finding("the same low reward for all", "watch", says, cure)
-    says = f"The reward is at its ceiling ({number(late)}): little is left to learn from these prompts."
-    return Finding("saturated reward", "watch", says, "Stop here, or go on with harder prompts.")
+    says = f"The reward is at its maximum ({number(late)}): little is left to learn from these prompts."
+    return Finding("saturated reward", "watch", says, "Stop here, or continue with harder prompts.")
 
 
 def reward_errors(run: History) -> Finding | None:

@@ -1,4 +1,4 @@
-"""What the samples and the engine that made them say: lengths, mismatch, staleness, time."""
+"""Diagnosis rules of the samples and the engine: lengths, mismatch, staleness, time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def truncation(run: History) -> Finding | None:
     if curve is None:
         return None
     share = curve.late()
-    says = f"{percent(share)} of samples are cut off at the token limit"
+    says = f"{percent(share)} of samples are truncated at the token limit"
     if share <= 0.1:
         return Finding("samples end", "fine", f"{says}.")
-    cure = "Raise the most tokens of a sample, or punish length; leave cut-off samples out of the loss."
+    cure = "Raise the token limit of samples, or penalise length; exclude truncated samples from the loss."
     return Finding(
         "cut-off samples",
         "bad" if share > 0.3 else "watch",
@@ -33,8 +33,8 @@ def length_growth(run: History) -> Finding | None:
         return Finding(
             "length without reward",
             "watch",
-            f"Samples grow ({moved}) and the reward does not.",
-            "Divide the loss by a constant instead of each sample's length, or punish length.",
+            f"Samples grow ({moved}) but the reward does not.",
+            "Divide the loss by a constant instead of each sample's length, or penalise length.",
         )
     if after < 0.4 * before:
         return Finding(
@@ -67,7 +67,7 @@ def mismatch(run: History) -> Finding | None:
             "mismatch",
             "watch",
             f"{says}: usual in bfloat16, too much in float32.",
-            "In float32 look for another temperature, template or kernel in one of the two.",
+            "In float32 check whether temperature, template or kernels differ between the two.",
         )
     return Finding(
         "mismatch too large",
@@ -88,7 +88,7 @@ def effective_samples(run: History) -> Finding | None:
     return Finding(
         "few effective samples",
         "bad" if share < 0.3 else "watch",
-        f"{says}: a few samples carry the update.",
+        f"{says}: a few samples dominate the update.",
         "Truncate the weights lower, keep samples fresher, or find the cause of the mismatch.",
     )
 
@@ -100,17 +100,17 @@ def staleness(run: History) -> Finding | None:
         return None
     late = most.late()
     says = f"Samples are at most {number(late)} versions old at the end"
-    lost = max(dropped.finite) / len(dropped.finite) if dropped else 0.0  # it counts them from the first step on
+    lost = max(dropped.finite) / len(dropped.finite) if dropped else 0.0  # counts from the first step on
     if lost > 0:
         return Finding(
             "samples too old",
             "watch",
-            f"{says}; {number(lost)} a step are dropped as too old.",
+            f"{says}; {number(lost)} per step are dropped as too old.",
             "Generate less ahead, or give the trainer more of the hardware.",
         )
     if bound and late >= 0.9 * bound.late() > 0:
-        says += f", the bound is {number(bound.late())}: generation is as far ahead as it may be"
-        return Finding("staleness at its bound", "fine", f"{says}, and the trainer need not wait for it.")
+        says += f", the bound is {number(bound.late())}: generation is as far ahead as allowed"
+        return Finding("staleness at its bound", "fine", f"{says}, and the trainer does not wait for it.")
     return Finding("fresh samples", "fine", f"{says}.")
 
 
@@ -139,5 +139,5 @@ def slowest_phase(run: History) -> Finding | None:
         f"{name} takes most of the time",
         "watch",
         f"{says}.",
-        _FASTER.get(name, "Look at this phase first if the run is too slow."),
+        _FASTER.get(name, "Optimise this phase first if the run is too slow."),
     )

@@ -1,1 +1,1 @@
-"""What searches did, as tables and as a page."""
+"""Reports about searches, as tables and as a page."""

@@ -1,4 +1,4 @@
-"""One HTML page about searches: accuracy against budget, side by side, and trees as they grew."""
+"""An HTML page about searches: accuracy against budget, side by side, and the growth of trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from plaudit.report.page import filled
 from plaudit.report.searches.searches import Searched
 
-MOST_NODES = 20_000  # of all trees on one page
+MOST_NODES = 20_000  # nodes of all trees on one page
 _TEMPLATE = Path(__file__).with_name("search_page.html")
 _FIGURES = (
     "method", "width", "questions", "answered", "failed", "accuracy", "kv_tokens", "kv_peak",

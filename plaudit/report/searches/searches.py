@@ -1,4 +1,4 @@
-"""What a search did, from its event log: its figures, and some of its trees."""
+"""A search from its event log: its figures, and some of its trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plaudit.events import Event
 from plaudit.records import Z_95
 from plaudit.report.source import run_events
 
-NOTE = "search"  # the note with which a search's run ends
+NOTE = "search"  # the last note of a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Searched:
 
     @property
     def margin(self) -> float | None:
-        """How far the 95 % interval of the accuracy reaches to either side."""
+        """Half the width of the accuracy's 95 % interval."""
         return Z_95 * float(self.figures["accuracy_se"]) if "accuracy_se" in self.figures else None
 
     def per_question(self, name: str) -> float:
@@ -47,7 +47,7 @@ def read_searches(runs: Sequence[Path]) -> list[Searched]:
 def searched(name: str, events: Sequence[Event]) -> Searched:
     notes = [event for event in events if _is_note(event)]
     if not notes:
-        raise RunError(f"{name} is not a search, and other runs here are: report them separately")
+        raise RunError(f"{name} is not a search, but other runs are: report them separately")
     trees = {event["index"]: event for event in events if event["kind"] == "sample" and "nodes" in event}
     return Searched(name, notes[-1], list(trees.values()))
 

@@ -1,1 +1,1 @@
-"""The report's page over HTTP while its run is at work."""
+"""Serves the report's page over HTTP during the run."""

@@ -1,10 +1,10 @@
-"""The page of a run at work: a small HTTP server in a thread, for browsers of this machine.
+"""The live page of a run: a small HTTP server in a thread, for browsers of this machine.
 
-    GET /        the page, without a figure in it      POST /pause, /continue, /stop    what the run shall do
-    GET /data    what the page shows, and the state
+        GET /        the page, without data            POST /pause, /continue, /stop    control the run
+        GET /data    the page's data, and the state
 
-Only `/` is for everybody: the others want the token, which stands behind the # of the address, so that no request for
-a page carries it, and no log. The Host is checked: another site may have made its own name lead here.
+Only `/` is public: the others need the token, which is after the # of the address, so that it is in no request for a
+page and in no log. The Host is checked against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from plaudit.errors import PlauditError
 from plaudit.report.history import read_history
 from plaudit.report.page import as_json, live_page, page_data
 
-AGAIN_SECONDS = 2.0  # between two looks of a page
-SHARE = 0.02  # of the time may be spent on reading the log: the run has the same interpreter
-LAST_SECONDS = 10.0  # in which a page that looked on comes for the last figures
+AGAIN_SECONDS = 2.0  # polling interval of a page
+SHARE = 0.02  # share of time that may be spent on reading the log: the run uses the same interpreter
+LAST_SECONDS = 10.0  # time in which an open page can fetch the last figures
 
 
 class Control(Protocol):
-    """What can be asked of the run."""
+    """Control of the run."""
 
     def state(self) -> str:
         """running, pausing, paused or stopping"""
 
     def act(self, what: str) -> str | None:
-        """Why it cannot be done, where it cannot: pause, continue, stop."""
+        """Pause, continue or stop the run; returns why it is not possible, or None."""
 
 
 class LivePage:
@@ -63,7 +63,7 @@ class LivePage:
         return f"http://127.0.0.1:{self.port}/#{self.token}"
 
     def close(self) -> None:
-        """A page that looks on gets the last figures."""
+        """Wait until open pages have fetched the last figures."""
         watched = time.monotonic() - self._asked < max(LAST_SECONDS, 2 * self._again)
         self.over.set()
         if watched:
@@ -78,7 +78,7 @@ class LivePage:
             if over or self._asked >= self._fresh_until:
                 self._read()
             again = None if over else self._again
-            # `bytes` of the log: where they are the same there is nothing to draw anew.
+            # `bytes` of the log: if unchanged there is nothing to redraw.
             return {
                 **self._data,
                 "bytes": self._size,
@@ -120,12 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
         own = {f"{name}:{self.owner.port}" for name in ("127.0.0.1", "localhost")}
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.headers.get("Host") not in own:
-            self._json(HTTPStatus.MISDIRECTED_REQUEST, {"error": "this page has another Host"})
+            self._json(HTTPStatus.MISDIRECTED_REQUEST, {"error": "the Host of this request is not this page's address"})
         elif self.headers.get("Origin", "http://127.0.0.1").partition("://")[2] not in {*own, "127.0.0.1"}:
-            self._json(HTTPStatus.FORBIDDEN, {"error": "a page of another Origin may not ask"})
+            self._json(HTTPStatus.FORBIDDEN, {"error": "requests of another Origin are not allowed"})
         elif token and not secrets.compare_digest(given.encode(), self.owner.token.encode()):
             self._json(
-                HTTPStatus.UNAUTHORIZED, {"error": "the address that `plaudit train --live` printed has a token"}
+                HTTPStatus.UNAUTHORIZED,
+                {"error": "the token is missing or wrong; open the address that `plaudit train --live` printed"},
             )
         else:
             answer()
@@ -150,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(HTTPStatus.CONFLICT, {"error": refused})
 
     def _nothing(self) -> None:
-        self._json(HTTPStatus.NOT_FOUND, {"error": f"nothing at {self.command} {self.path}"})
+        self._json(HTTPStatus.NOT_FOUND, {"error": f"no route {self.command} {self.path}"})
 
     def _json(self, status: HTTPStatus, data: dict[str, Any]) -> None:
         self._send(status, "application/json", as_json(data).encode())
@@ -167,4 +168,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The run's own output is what its owner reads."""
+        """Not logged: the terminal shows the run's own output."""

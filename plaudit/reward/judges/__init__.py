@@ -1,1 +1,1 @@
-"""Judges: what a language model is asked about a response and how its reply becomes a score."""
+"""LLM judges: the prompt sent to a language model, and how its answer becomes a score."""

@@ -1,4 +1,4 @@
-"""Two ways to ask a judge: an OpenAI-compatible server, or a model that our own engine runs."""
+"""Two backends of an LLM judge: an OpenAI-compatible server, or a model run by our engine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 
 
 class HttpAsk:
-    """The address is the configuration's: redirects are not followed, and proxies of the environment not used."""
+    """Sends requests only to the configured address: redirects are not followed, proxy variables are ignored."""
 
     def __init__(self, table: JudgeTable) -> None:
-        assert table.url is not None, "the table says where to ask"
+        assert table.url is not None, "the table must have a url"
         self.table = table
         self._url = table.url.rstrip("/") + "/chat/completions"
         headers = {}
         if table.key_env is not None:
             if not os.environ.get(table.key_env):
-                raise ConfigError(f"key_env names the environment variable {table.key_env}, which is not set")
+                raise ConfigError(f"key_env is {table.key_env}, but this environment variable is not set")
             headers["Authorization"] = f"Bearer {os.environ[table.key_env]}"
         limits = httpx.Limits(max_connections=table.concurrency)
         self._client = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
@@ -56,18 +56,18 @@ class HttpAsk:
             answer, again = self._attempt(conversation, deadline)
             if not again or attempt == self.table.retries:
                 break
-            # Of many that were turned away together, not all come back together.
+            # Jitter, so that requests rejected together are not retried together.
             wait = pause * random.uniform(0.5, 1.5)
             if time.monotonic() + wait >= deadline:
                 break
             time.sleep(wait)
             if time.monotonic() >= deadline:
-                break  # the reason of the last attempt says more than "too late"
+                break  # keep the reason of the last attempt, which is more useful than "timeout"
             pause = min(2 * pause, LONGEST_PAUSE)
         return answer
 
     def _attempt(self, conversation: Conversation, deadline: float) -> tuple[str | ItemError, bool]:
-        """The answer or why there is none, and whether another attempt may help."""
+        """The answer or an error, and whether a retry may help."""
         left = max(deadline - time.monotonic(), 0.001)
         body = {
             "model": self.table.model, "messages": conversation, "temperature": self.table.temperature,
@@ -84,17 +84,17 @@ class HttpAsk:
                         return self._late(), False
                 status = response.status_code
                 if status != 200:
-                    return _failed(f"the judge's server answered {status}"), status == 429 or status >= 500
+                    return _failed(f"the judge's server replied with status {status}"), status == 429 or status >= 500
                 return _content(content), False
         except httpx.TimeoutException:
             return self._late(), False
         except (httpx.TransportError, UnicodeEncodeError) as error:
-            return _failed(f"the judge's server cannot be reached: {type(error).__name__}"), True
+            return _failed(f"cannot connect to the judge's server: {type(error).__name__}"), True
         except httpx.HTTPError as error:
-            return _failed(f"asking the judge failed: {type(error).__name__}"), False
+            return _failed(f"the request to the judge failed: {type(error).__name__}"), False
 
     def _late(self) -> ItemError:
-        return ItemError("timeout", f"the judge did not answer in {self.table.timeout:g} s")
+        return ItemError("timeout", f"the judge did not answer within {self.table.timeout:g} s")
 
 
 def _content(content: bytes) -> str | ItemError:
@@ -102,7 +102,7 @@ def _content(content: bytes) -> str | ItemError:
         text: Any = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
-    return text if isinstance(text, str) else _failed("the judge's server sent no choices[0].message.content")
+    return text if isinstance(text, str) else _failed("the judge's reply has no choices[0].message.content")
 
 
 class EngineAsk:
@@ -118,7 +118,7 @@ class EngineAsk:
         return [prompt if isinstance(prompt, ItemError) else next(texts) for prompt in prompts]
 
     def close(self) -> None:
-        """The engine's memory goes with the object."""
+        """The engine's memory is freed with the object."""
 
     def _prompt(self, conversation: Conversation) -> list[int] | ItemError:
         try:
@@ -136,7 +136,7 @@ class EngineAsk:
             with self._lock:
                 samples = self.engine.generate(prompts, params)
         except RequestError as error:
-            if len(prompts) > 1:  # one that is too long must not cost the others their answers
+            if len(prompts) > 1:  # a prompt that is too long must not fail the others
                 return [text for prompt in prompts for text in self._generate([prompt])]
             return [_failed(str(error))]
         return [sample.text if sample.error is None else _failed(sample.error.message) for sample in samples]

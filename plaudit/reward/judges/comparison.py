@@ -1,4 +1,4 @@
-"""A language model that says which of two responses is better. For measuring judges; no reward."""
+"""A language model that compares two responses. Used to evaluate judges, not as a reward."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Comparison:
                 raise Refused(turn.type, turn.message)
             turns.append(turn)
         if first.truth is None and "{truth}" in self.table.template:
-            raise Refused("no_truth", "the judge's template has {truth}, and the row has no truth")
+            raise Refused("no_truth", "the judge's template uses {truth}, but the row has no truth")
         values = {
             "prompt": as_text(turns[0][0]), "first": turns[0][1], "second": turns[1][1], "truth": as_text(first.truth),
         }  # fmt: skip
-        # In one pass: what stands in a response for {second} stays as it is.
+        # Substituted in one pass: a literal {second} in a response is not replaced.
         content = PLACES.sub(lambda place: values[place[1]], self.table.template)
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
         return [*system, {"role": "user", "content": content}]
 
     def read(self, text: str) -> float | ItemError:
-        """1 for the first response, -1 for the second, 0 for a tie: the last match counts."""
+        """1 if the first response is better, -1 for the second, 0 for a tie; the last match counts."""
         verdict = None
         for match in self._pattern.finditer(text):
             verdict = match[1]

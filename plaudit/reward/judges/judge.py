@@ -1,4 +1,4 @@
-"""A language model asked for a number. What it is asked and how its answer is read is here; `ask.py` asks."""
+"""An LLM judge: builds its prompt and parses a score from its answer. `backends.py` runs the requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = re.compile(r"\{(prompt|response|truth)\}")
 
 class Ask(Protocol):
     def __call__(self, conversations: Sequence[Conversation]) -> Sequence[str | ItemError]:
-        """The answer to each, or why there is none."""
+        """The answer to each conversation, or an error."""
 
     def close(self) -> None: ...
 
@@ -36,15 +36,15 @@ class Judge:
             raise Refused(turn.type, turn.message)
         prompt, response = turn
         if item.truth is None and "{truth}" in self.table.template:
-            raise Refused("no_truth", "the judge's template has {truth}, and the item has no truth")
+            raise Refused("no_truth", "the judge's template uses {truth}, but the item has no truth")
         values = {"prompt": as_text(prompt), "response": response, "truth": as_text(item.truth)}
-        # In one pass: what stands in a response for {truth} stays as it is.
+        # Substituted in one pass: a literal {truth} in a response is not replaced.
         content = PLACES.sub(lambda place: values[place[1]], self.table.template)
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
         return [*system, {"role": "user", "content": content}]
 
     def read(self, text: str) -> Score:
-        """The number in the last match; one that cannot be read or is out of range is an error, not a guess."""
+        """Parses the number in the last match; an unreadable or out-of-range number is an error."""
         number = None
         for match in self._pattern.finditer(text):
             number = match[1]
@@ -53,9 +53,9 @@ class Judge:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            return _unreadable(f"the judge gave no number that {self.table.pattern!r} finds")
+            return _unreadable(f"the judge's answer has no number that matches {self.table.pattern!r}")
         if not self.table.low <= value <= self.table.high:
-            return _unreadable(f"the judge gave {value:g}, which is not from {self.table.low:g} to {self.table.high:g}")
+            return _unreadable(f"the judge gave {value:g}; expected {self.table.low:g} to {self.table.high:g}")
         return Score(value)
 
 
@@ -84,7 +84,7 @@ class JudgeReward:
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, a conversation turn by turn, anything else as JSON."""
+    """A text unchanged, a conversation as one line per turn, anything else as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value):

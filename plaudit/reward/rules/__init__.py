@@ -1,1 +1,1 @@
-"""Rules: scores by Python functions, in processes of their own with a time limit."""
+"""Rules: rewards computed by Python functions, in separate processes with a time limit."""

@@ -1,7 +1,7 @@
-"""A Python function of this process as a reward, for `plaudit.train(..., reward=function)`.
+"""A Python function as a reward in this process, for `plaudit.train(..., reward=function)`.
 
-It is called as a rule's function is (`user_function.py`), but here: without a process, a time limit or a sandbox of its
-own, and with the row's columns as they are.
+It is called like a rule's function (`user_function.py`), but without a separate process, time limit or sandbox, and
+with the row's columns unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plaudit.reward.version import digest
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """module:name, as `rule = "function"` takes it. A function of a notebook or a script is in `__main__`."""
+    """module:name, as in `rule = "function"`. A function of a notebook or a script is in `__main__`."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
@@ -35,7 +35,7 @@ class FunctionReward:
         table = RuleTable(rule="function", function=name_of(function))
         try:
             source = inspect.getsource(function)
-        except (OSError, TypeError):  # typed at a prompt, or an object with __call__
+        except (OSError, TypeError):  # defined interactively, or an object with __call__
             source = ""
         self.version = f"0-{digest(table, hashlib.sha256(source.encode()).hexdigest())}"
 
@@ -50,7 +50,7 @@ class FunctionReward:
         ]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _answers(self, items: Sequence[Item]) -> list[float | ItemError]:
         turns = [self._turn(item) for item in items]
@@ -71,7 +71,7 @@ class FunctionReward:
         request = {"prompt": prompt, "truth": item.truth, "columns": columns}
         try:
             reply = called(self.function, {**request, "response": response, "responses": responses})
-        except PlauditError:  # a signal, or a server of ours that the function asks: the run's to decide
+        except PlauditError:  # a signal, or an error of a reward server the function calls: handled by the run
             raise
         except Exception as error:
             return [ItemError("rule_failed", described(error))] * len(turns)

@@ -1,8 +1,8 @@
-"""Rules: a program decides the score.
+"""Rules: rewards computed by programs.
 
-Every rule, a regular expression included, runs in a process of its own, where it has a time limit for each response.
-One that overruns is killed and started again; only its item fails. All of them are in the sandbox
-(`process/sandbox.py`) but a user's own function where nobody else is served.
+Every rule, including a regular expression, runs in a separate process with a time limit for each response. A process
+that exceeds it is killed and restarted; only its item fails. All rules run in the sandbox (`process/sandbox.py`) except
+a user's own function where nobody else is served.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from plaudit.reward.version import digest
 
 WORKER = Path(__file__).with_name("rule_worker.py")
 START_SECONDS = 60.0
-GRACE_SECONDS = 10.0  # beside its time limit, for a rule whose process keeps the limit itself
+GRACE_SECONDS = 10.0  # added to the time limit, for a rule whose process enforces the limit itself
 LIBRARIES = {"math": ("math-verify", "latex2sympy2_extended", "sympy"), "gym": ("reasoning-gym", "sympy")}
 LONGEST_MESSAGE = 300
 COMPARES = ("exact", "regex")  # rules that neither run nor parse a response as code
-TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
+TOGETHER = 64  # items sent to a process at once: few, so that a slow one delays few others
 
 
 class RuleReward:
-    """`score` may be called from several threads.
+    """A reward computed by a rule. Thread-safe.
 
-    exposed    whether others choose what is scored: a server's rules are all in the sandbox
-    mechanism  what the sandbox consists of; "" without one
+    exposed    whether the items come from others: all rules of a server run in the sandbox
+    mechanism  the sandbox's mechanism; "" without one
     """
 
     def __init__(self, table: RuleTable, exposed: bool = False) -> None:
         self.table = table
         if exposed and table.rule == "gym" and table.tasks is None:
             raise ConfigError(
-                'rule = "gym" on a server needs tasks = ["chain_sum", ...]: those whose items it scores; with '
-                '["*"] the sender of an item chooses'
+                'rule = "gym" on a server needs tasks = ["chain_sum", ...], the tasks whose items it scores; with '
+                '["*"] the client chooses the task'
             )
         sandboxed = table.sandbox if table.sandbox is not None else exposed or table.rule != "function"
         if not sandboxed and (exposed or table.rule != "function"):
             print(
-                f"plaudit: WARNING: sandbox = false: the rule {table.function or table.rule!r} reads what others wrote "
-                "with all that this user may do", file=sys.stderr,
+                f"plaudit: WARNING: sandbox = false: the rule {table.function or table.rule!r} reads untrusted text "
+                "with all permissions of this user", file=sys.stderr,
             )  # fmt: skip
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        # What only compares texts also runs where there is no sandbox, on a Mac for instance, if nobody else is served.
+        # Rules that only compare texts also run without a sandbox (for example on a Mac) if nobody else is served.
         required = exposed or table.sandbox is True or table.rule not in COMPARES
         self._workers = [_Worker(table, sandboxed, required) for _ in range(table.processes)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(table.processes, thread_name_prefix="rule")
         try:
-            hello = self._workers[0].start()  # a function that does not exist is told now, not with the first item
+            hello = self._workers[0].start()  # reports a missing function at once, not with the first item
         except BaseException:
             self.close()
             raise
@@ -79,7 +79,8 @@ class RuleReward:
             reads = "all responses to a prompt" if self.batched else f"the columns {', '.join(self._required)}"
             self.close()
             raise ConfigError(
-                f"the function {table.function!r} reads {reads}, which a server is not told; give it to the run "
+                f"the function {table.function!r} reads {reads}, which a server does not receive; set it in the "
+                "recipe of the run "
                 'itself: [reward] rule = "function"'
             )
         self.version = f"0-{digest(table, hello['source'], libraries=LIBRARIES.get(table.rule, ()))}"
@@ -93,7 +94,7 @@ class RuleReward:
         return [result for part in self._threads.map(self._score, parts) for result in part]
 
     def close(self) -> None:
-        """Whoever still waits for a score gets an error."""
+        """Pending scores become errors."""
         for worker in self._workers:
             worker.stop()
         self._threads.shutdown(wait=False)
@@ -118,7 +119,7 @@ class RuleReward:
         ]
 
     def _request(self, item: Item) -> _Request | ItemError:
-        """What a worker is asked, or why it cannot be."""
+        """The request to a worker, or an error."""
         turn = prompt_and_response(item)
         if isinstance(turn, ItemError):
             return turn
@@ -132,23 +133,25 @@ class RuleReward:
 
 
 def by_prompt(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """Neighbours of one group together; an item without a group is alone."""
+    """Groups consecutive items of the same group; an item without a group is alone."""
     keys = (-1 - place if item.group is None else item.group for place, item in enumerate(items))
     groups = groupby(zip(keys, items, strict=True), lambda pair: pair[0])
     return [[item for _, item in group] for _, group in groups]
 
 
 def columns_read(item: Item, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any] | ItemError:
-    """Of the item's columns those that a function reads (`names`; None for all), or which one it lacks."""
+    """The columns of an item that a function reads (`names`; None for all), or an error for a missing one."""
     columns = {name: item.columns[name] for name in (item.columns if names is None else names) if name in item.columns}
     if missing := [name for name in required if name not in columns]:
         there = ", ".join(sorted(map(str, item.columns))) or "none"
-        return ItemError("no_column", f"the rule reads the column {missing[0]!r}; the row's columns are: {there}")
+        return ItemError(
+            "no_column", f"the rule reads the column {missing[0]!r}, which is missing; the row's columns are: {there}"
+        )
     return columns
 
 
 def _bad_column(columns: Mapping[str, Any]) -> ItemError | None:
-    """The first that is not JSON."""
+    """An error for the first column that is not JSON."""
     for name, value in columns.items():
         try:
             json.dumps(value)
@@ -171,23 +174,25 @@ class _Request:
 
 
 def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
-    """The prompt, as text or messages, and the response of an item whose words are known."""
+    """The prompt, as text or messages, and the response of an item; an error if they are not known."""
     if item.messages is not None:
         last = item.messages[-1] if item.messages else None
         if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
             return ItemError("bad_messages", "messages must end with the assistant's answer, whose content is text")
         return [dict(message) for message in item.messages[:-1]], str(last["content"])
     if item.prompt is None or item.response is None:
-        return ItemError("unsupported_form", "a rule or a judge reads prompt and response or messages, not raw input")
+        return ItemError(
+            "unsupported_form", "a rule or a judge needs prompt and response or messages, not text or tokens"
+        )
     prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
     steps = (item.response,) if isinstance(item.response, str) else item.response
     if not all(isinstance(step, str) for step in steps):
-        return ItemError("bad_steps", "each step must be a text")
+        return ItemError("bad_steps", "each step must be text")
     return prompt, "".join(steps)
 
 
 class _Worker:
-    """One process, which one thread asks at a time."""
+    """One worker process, used by one thread at a time."""
 
     def __init__(self, table: RuleTable, sandboxed: bool, required: bool) -> None:
         self.table = table
@@ -198,13 +203,14 @@ class _Worker:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """What the process says of itself."""
-        # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
+        """Starts the process and returns its hello message."""
+        # Modules are resolved as in this process; -P keeps this folder's names out of the search path.
         search_path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
         environment = {**os.environ, "PYTHONPATH": search_path}
         if self._sandboxed:
             kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
-            environment = {**kept, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}  # no thread can be started there
+            # threads cannot be started in the sandbox
+            environment = {**kept, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
@@ -212,7 +218,7 @@ class _Worker:
         asked = {**self.table.model_dump(), "sandboxed": self._sandboxed, "sandbox_required": self._required}
         line = json.dumps(asked).encode() + b"\n"
         replies, _ = exchange_lines(*pipes(self._process), line, 1, START_SECONDS)
-        hello: dict[str, Any] = json.loads(replies[0]) if replies else {"fault": "its process died or took too long"}
+        hello: dict[str, Any] = json.loads(replies[0]) if replies else {"fault": "its process crashed or timed out"}
         if fault := hello["fault"]:
             self._end()
             wanting = "math_verify" in fault or "reasoning_gym" in fault
@@ -222,8 +228,8 @@ class _Worker:
         return hello
 
     def ask(self, lines: Sequence[bytes], together: int = 1) -> list[float | ItemError]:
-        """Answers in order, `together` of them to a line. One that the process does not survive is an error; those
-        behind it have a new process."""
+        """Answers in order, `together` for each line. A line that crashes the process becomes an error; the lines
+        after it are sent to a new process."""
         with self._lock:
             answers: list[float | ItemError] = []
             while (done := len(answers) // together) < len(lines):
@@ -231,7 +237,7 @@ class _Worker:
             return answers
 
     def _ask(self, lines: Sequence[bytes], together: int) -> list[float | ItemError]:
-        """To all of the lines, or up to the first that the process did not answer; at least to one."""
+        """Answers to all lines, or up to the first that the process did not answer; at least one."""
         if self._closed:
             return [ItemError("rule_failed", "the rule was closed") for _ in range(len(lines) * together)]
         if self._process is None:
@@ -246,15 +252,15 @@ class _Worker:
         answers = [answer for reply in replies for answer in _read(reply, together)]
         if len(replies) < len(lines):
             self._end()
-            too_late = f"the rule did not finish in {limit:g} s and was stopped"
-            died = "the process of the rule died"
+            too_late = f"the rule did not finish within {limit:g} s and was killed"
+            died = "the process of the rule crashed"
             answers += [ItemError("timeout", too_late) if late else ItemError("rule_failed", died)] * together
         return answers
 
     def stop(self) -> None:
         self._closed = True
         if (process := self._process) is not None:
-            _kill(process)  # whoever waits for its answer stops waiting
+            _kill(process)  # unblocks the thread that waits for its answer
         with self._lock:
             self._end()
 
@@ -270,7 +276,7 @@ class _Worker:
 
 
 def _read(reply: bytes, together: int) -> list[float | ItemError]:
-    """What a process says that may have run anything."""
+    """Parses a reply of the process, which is untrusted because the process may have run any code."""
     answers: list[Any] = []
     with suppress(ValueError, TypeError, RecursionError):
         answer = json.loads(reply)
@@ -287,10 +293,10 @@ def score_or_error(answer: Any) -> float | ItemError:
             return score
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         pass
-    return ItemError("rule_failed", "the process of the rule wrote what is no score")
+    return ItemError("rule_failed", "the process of the rule returned an invalid score")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With the processes that the function has started."""
+    """Kill the process and its child processes."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,10 +1,9 @@
-"""Runs one rule, a JSON request a line, for `rule.py`. Imports little of Plaudit: a rule starts in a moment.
+"""Runs one rule for `rule.py`, with one JSON request per line. Imports little of Plaudit, so that rules start quickly.
 
-In the sandbox the process that was started loads the rule and forks a child, which alone reads responses. A child that
-overruns its time, or whose rule runs what a response says, is replaced by the next one: no response can change what the
-others get.
+In the sandbox this process loads the rule and forks a child, which alone reads responses. A child that exceeds its time
+limit, or whose rule executes a response's code, is replaced by a new one: no response can affect the scores of others.
 
-What a user's function prints goes nowhere: the real stdout is the way back to the parent.
+Output of a user's function is discarded: the real stdout is the connection to the parent.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from plaudit.process.sandbox import NoSandbox, Sandbox
 from plaudit.reward.rules.user_function import UserFunction
 
 Rule = Callable[[Any, str, Any], Any] | UserFunction  # (prompt, response, truth) -> score
-LIMIT = 300  # characters of an error's message
-MEMORY = 2 << 30  # beyond what is loaded: 9^(9^(9^9)) is a short answer
-LONGEST_REPLY = 1 << 14  # bytes of a line from the sandbox
+LIMIT = 300  # maximum characters of an error message
+MEMORY = 2 << 30  # memory limit in addition to what is loaded: 9^(9^(9^9)) is a short answer
+LONGEST_REPLY = 1 << 14  # bytes of a reply line from the sandbox
 READY = b"ready"
 START_SECONDS = 30.0
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+~-]+)+[/\\]")
 
 
 class NoTruth(Exception):
-    """The item has nothing to compare with."""
+    """The item has no truth to compare with."""
 
 
 class RefusedTask(Exception):
-    """A task that would run code of the item's."""
+    """A task that would run code from the item."""
 
 
 def new_rule(table: dict[str, Any]) -> Rule:
@@ -80,20 +79,20 @@ def _exact(answer: str, truth: str) -> bool:
 def _mathematics() -> Callable[[str, str], bool]:
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
-    logging.disable()  # it warns on every call that its own time limits are off; the parent's is on
+    logging.disable()  # it warns on every call that its own time limits are off; the parent enforces one
 
     def equal(answer: str, truth: str) -> bool:
         gold = parse(truth, parsing_timeout=None)
         if not gold:
-            raise ValueError(f"the truth {truth[:60]!r} cannot be read as mathematics")
+            raise ValueError(f"the truth {truth[:60]!r} cannot be parsed as mathematics")
         return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
-    equal("$x^2+2x+1$", "$(x+1)^2$")  # loads what it loads late, which is not the first response's time
+    equal("$x^2+2x+1$", "$(x+1)^2$")  # triggers lazy imports, which should not count as time of the first response
     return equal
 
 
 def _gym(answer: re.Pattern[str] | None, tasks: list[str] | None, sandboxed: bool) -> Rule:
-    """The truth names the task and its options and holds the item, as `data.gym` gives it."""
+    """A rule for gym items: the truth has the task's name and options and the item, as `data.gym` provides it."""
     import reasoning_gym
 
     from plaudit.config.gym import refusal
@@ -107,7 +106,7 @@ def _gym(answer: re.Pattern[str] | None, tasks: list[str] | None, sandboxed: boo
             raise NoTruth
         name = str(truth["task"])
         if tasks is not None and "*" not in tasks and name not in tasks:
-            raise RefusedTask(f"the gym task {name[:60]!r} is not among the tasks of this rule: {', '.join(tasks)}")
+            raise RefusedTask(f"the gym task {name[:60]!r} is not one of the tasks of this rule: {', '.join(tasks)}")
         if not sandboxed and (why := refusal(name)):
             raise RefusedTask(why)
         dataset = task(name, json.dumps(truth["options"]))
@@ -117,7 +116,7 @@ def _gym(answer: re.Pattern[str] | None, tasks: list[str] | None, sandboxed: boo
 
 
 def _runs_code(request: bytes) -> bool:
-    """Whether the task of a gym's item has a scorer that runs what an answer says."""
+    """Whether the scorer of a gym item's task executes code of an answer."""
     from plaudit.config.gym import EVALUATE
 
     truth = json.loads(request)["truth"]
@@ -125,7 +124,7 @@ def _runs_code(request: bytes) -> bool:
 
 
 def _with_tuples(value: Any) -> Any:
-    """An item as its task made it: JSON has no tuples, and some tasks compare with theirs."""
+    """Restores tuples: JSON has none, and some tasks compare with tuples."""
     if isinstance(value, list):
         return [_with_tuples(part) for part in value]
     if not isinstance(value, dict):
@@ -139,7 +138,7 @@ def _function(name: str) -> UserFunction:
     home, _, attribute = name.rpartition(":")
     function: Any = getattr(_module(home), attribute)
     if not callable(function):
-        raise TypeError(f"{name} cannot be called")
+        raise TypeError(f"{name} is not callable")
     return UserFunction(function)
 
 
@@ -148,7 +147,7 @@ def _module(home: str) -> Any:
         return importlib.import_module(home)
     spec = importlib.util.spec_from_file_location("plaudit_user_rule", Path(home).resolve())
     if spec is None or spec.loader is None or not Path(home).is_file():
-        raise FileNotFoundError(f"no file {home}")
+        raise FileNotFoundError(f"the file {home} does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -165,45 +164,47 @@ def _answer(pattern: re.Pattern[str] | None, response: str) -> str | None:
 
 
 def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
-    """A score or an error; of all responses to a prompt, `scores` with one of these each."""
+    """A score or an error; for all responses to a prompt, `scores` with one of these each."""
     try:
         if not isinstance(rule, UserFunction):
             return _score(rule(request["prompt"], request["response"], request["truth"]))
         return called(rule, request)
     except NoTruth:
-        return _error("no_truth", "the rule compares with a truth, and the item has none")
+        return _error("no_truth", "the rule compares with a truth, but the item has no truth")
     except RefusedTask as error:
         return _error("refused", str(error))
-    except BaseException as error:  # also what a function raises to leave the program
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt raised by a function
         return _error("rule_failed", described(error))
 
 
 def called(function: UserFunction, request: dict[str, Any]) -> dict[str, Any]:
-    """What a user's function gives, as `answer_to`; what it raises is the caller's."""
+    """The result of a user's function, in the form of `answer_to`; exceptions are passed on."""
     value = function(request)
     if not function.batched:
         return _score(value)
     count = len(request["responses"])
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != count:
         kind = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
-        return _error("rule_failed", f"the rule gave {kind}, expected a list of {count} numbers, one a response")
+        return _error(
+            "rule_failed", f"the rule returned {kind}; expected a list of {count} numbers, one for each response"
+        )
     return {"scores": [_score(each) for each in value]}
 
 
 def _score(value: Any) -> dict[str, Any]:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        return _error("rule_failed", f"the rule gave {type(value).__name__}, expected a number")
+        return _error("rule_failed", f"the rule returned {type(value).__name__}; expected a number")
     try:
         score = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         return _error("rule_failed", described(error))
     if not math.isfinite(score):
-        return _error("nonfinite_score", f"the rule gave {score}, which is not a finite number")
+        return _error("nonfinite_score", f"the rule returned {score}; expected a finite number")
     return {"score": score}
 
 
 def _responses(rule: Rule, request: bytes) -> int:
-    """How many a request asks about."""
+    """The number of responses in a request."""
     return len(json.loads(request)["responses"]) if isinstance(rule, UserFunction) and rule.batched else 1
 
 
@@ -212,7 +213,7 @@ def _error(type: str, message: str) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> str:
-    """One line, without directories."""
+    """The error in one line, without directories."""
     try:
         text = " ".join(str(error)[: 4 * LIMIT].split())
     except Exception:
@@ -221,7 +222,7 @@ def described(error: BaseException) -> str:
 
 
 class _Confined:
-    """A child in the sandbox, and the next one when that is used up."""
+    """A child process in the sandbox, replaced by a new one when it is used up."""
 
     def __init__(self, rule: Rule, table: dict[str, Any]) -> None:
         self._rule = rule
@@ -230,7 +231,7 @@ class _Confined:
         self.mechanism = self._sandbox.mechanism
         self._pid = self._sink = self._source = 0
         gc.collect()
-        gc.freeze()  # what a collection writes to is copied in every child
+        gc.freeze()  # avoids copy-on-write by the garbage collector in every child
         self._start()
 
     def answer(self, request: bytes) -> bytes:
@@ -243,8 +244,8 @@ class _Confined:
             self.end()
         if lines:
             return lines[0]
-        too_late = _error("timeout", f"the rule did not finish in {seconds:g} s and was stopped")
-        died = _error("rule_failed", "the process of the rule died, or wrote what is no score")
+        too_late = _error("timeout", f"the rule did not finish within {seconds:g} s and was killed")
+        died = _error("rule_failed", "the process of the rule crashed, or returned an invalid score")
         return json.dumps(too_late if late else died).encode()
 
     def end(self) -> None:
@@ -266,10 +267,10 @@ class _Confined:
         hello, _ = exchange_lines(self._sink, self._source, b"", 1, START_SECONDS, LONGEST_REPLY)
         if hello != [READY]:
             self.end()
-            raise NoSandbox(hello[0].decode() if hello else "a process died as it entered")
+            raise NoSandbox(hello[0].decode() if hello else "a process crashed on entering it")
 
     def _run(self, requests: int, replies: int) -> NoReturn:
-        """In the child."""
+        """Runs in the child."""
         try:
             self._sandbox.enter(MEMORY, (requests, replies))
             os.write(replies, READY + b"\n")
@@ -287,7 +288,7 @@ def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
         resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY, 2 * MEMORY))
 
     def answer(request: bytes) -> bytes:
-        # Should the parent die while a rule loops, the kernel ends this process.
+        # If the parent exits while a rule loops, the kernel ends this process.
         signal.setitimer(signal.ITIMER_REAL, _responses(rule, request) * table["timeout"] + 5)
         reply = json.dumps(answer_to(rule, json.loads(request)))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -297,7 +298,7 @@ def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 
 def _source_of(rule: Rule) -> str:
-    """The SHA-256 of the file that a user's function is from."""
+    """The SHA-256 of the file with the user's function."""
     written = rule.function if isinstance(rule, UserFunction) else rule
     file = getattr(sys.modules.get(getattr(written, "__module__", "")), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
@@ -333,8 +334,9 @@ def main() -> None:
         answer = confined.answer if confined is not None else _unconfined(rule, table)
     except NoSandbox as error:
         hello["fault"] = (
-            f"this machine has no sandbox ({error}); sandbox = false runs the rule without one, with all that its "
-            "process may do"
+            f"this machine has no sandbox ({error}); sandbox = false runs the rule without one, with all permissions "
+            "of "
+            "its process"
         )
     except BaseException as error:
         hello["fault"] = described(error)

@@ -1,12 +1,12 @@
-"""A user's function as a rule: how it wants to be called, read from its signature when it is loaded.
+"""A user's function as a rule: its calling convention is detected from its signature when it is loaded.
 
-    f(prompt, response, truth, ...)                              gives a number
-    f(prompt, responses, truth, ...)                             a number for each of a prompt's responses
-    f(prompts, completions, ...)                                 the same, as TRL's trainers call it: by name, in lists
-    f(data_source, solution_str, ground_truth, extra_info=None)  a number or {"score": number}, as verl calls it
+        f(prompt, response, truth, ...)                              returns a number
+        f(prompt, responses, truth, ...)                             returns a number for each response to a prompt
+        f(prompts, completions, ...)                                 the same with TRL's convention: lists, by name
+        f(data_source, solution_str, ground_truth, extra_info=None)  a number or {"score": number}, verl's convention
 
-In place of `...` stand columns of the data's row, by their names; `row` is all of them in one dictionary, `**columns`
-those that no parameter names.
+`...` stands for columns of the data's row, by name; `row` is a dictionary of all columns, `**columns` those without a
+parameter.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-BY_NAME = {  # forms that are called by names: those that every call gives
+BY_NAME = {  # conventions called by keyword: the arguments of every call
     "trl": ("prompts", "completions", "truth"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 TRL_ALONE = ("trainer_state", "completion_ids", "prompt_ids", "log_extra", "log_metric", "environments")
-FORMS = "(prompt, response, truth), or responses for all those of a prompt, then columns of the row by their names"
+FORMS = "(prompt, response, truth), or responses for all responses to a prompt, then columns of the row by name"
 
 
 class UserFunction:
     """batched   called once with all responses to a prompt
-    columns   what it is given of a row: names, or None for everything
-    required  the columns without which it cannot be called
+    columns   the row's columns it receives: names, or None for all
+    required  the columns it cannot be called without
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         name = getattr(function, "__name__", type(function).__name__)
         if iscoroutinefunction(function):
-            raise TypeError(f"{name} is async; expected a plain function of {FORMS}")
+            raise TypeError(f"{name} is async; expected a regular function of {FORMS}")
         parameters = _parameters(function)
         names = [each.name for each in parameters]
         self.form = "trl" if "completions" in names else "verl" if "solution_str" in names else "own"
@@ -55,10 +55,10 @@ class UserFunction:
         whole = self._rest or {"row", "extra_info"} & {*self._names}
         self.columns = None if whole else [each for each in self._names if each not in always or each == "data_source"]
         if self.form == "trl" and (foreign := {*self.required} & {*TRL_ALONE}):
-            raise TypeError(f"{name} asks for {', '.join(sorted(foreign))}, which TRL alone has; give it a default")
+            raise TypeError(f"{name} needs {', '.join(sorted(foreign))}, which only TRL provides; give it a default")
 
     def __call__(self, request: Mapping[str, Any]) -> Any:
-        """`request` has prompt, truth, columns, and response or, where it is batched, responses."""
+        """`request` has prompt, truth, columns, and response or, if batched, responses."""
         columns: dict[str, Any] = request["columns"]
         if self.form == "own":
             answer = request["responses" if self.batched else "response"]
@@ -70,7 +70,7 @@ class UserFunction:
             return value["score"] if isinstance(value, dict) else value
         prompt, responses = request["prompt"], request["responses"]
         lists = {name: [value] * len(responses) for name, value in {"truth": request["truth"], **columns}.items()}
-        # In a conversation a completion is messages too.
+        # For a conversational prompt a completion is a list of messages.
         chat = isinstance(prompt, list)
         completions = [[{"role": "assistant", "content": each}] if chat else each for each in responses]
         return self.function(**self._named({**lists, "prompts": [prompt] * len(responses), "completions": completions}))
@@ -84,11 +84,11 @@ class UserFunction:
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     try:
         return list(signature(function).parameters.values())
-    except ValueError:  # of a builtin, which does not say
+    except ValueError:  # a builtin without a signature
         return [Parameter("given", Parameter.VAR_POSITIONAL)]
 
 
 def _split(parameters: list[Parameter], count: int) -> tuple[list[Parameter], list[Parameter]]:
-    """The first `count` that can be given by position, and all others that have a name of their own."""
+    """The first `count` parameters that can be passed by position, and all other named ones."""
     first = [each for each in parameters if each.kind in POSITIONAL][:count]
     return first, [each for each in parameters if each not in first and each.kind not in VARIABLE]

@@ -1,1 +1,1 @@
-"""The models of a search: who writes steps, who scores them, which steps are alike; in this process or over HTTP."""
+"""The models of a search: the policy, the scorer and step clustering; in this process or over HTTP."""

@@ -1,4 +1,4 @@
-"""Which steps say nearly the same: average linkage by cosine distance, cut at a threshold."""
+"""Clusters similar steps: average linkage by cosine distance with a threshold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from plaudit.errors import RequestError
 
 
 def by_vector(vectors: np.ndarray, threshold: float) -> list[int]:
-    """A cluster number, from 0 on in order of appearance, for each row. A row of zeros has no direction: such rows
-    make one cluster."""
+    """A cluster number for each row, numbered from 0 in order of appearance. Rows of zeros have no direction and form
+    one cluster."""
     from scipy.cluster.hierarchy import fcluster, linkage
 
     if not np.isfinite(vectors).all():
-        raise RequestError("an embedding holds numbers that are not finite: steps cannot be clustered by it")
+        raise RequestError(
+            "an embedding has values that are not finite, so steps cannot be clustered with it; use another encoder"
+        )
     lengths = np.linalg.norm(vectors, axis=1)
     labels = np.zeros(len(vectors), dtype=int)
     directed = np.flatnonzero(lengths > 0)
@@ -28,6 +30,6 @@ def by_vector(vectors: np.ndarray, threshold: float) -> list[int]:
 
 
 def by_key(keys: Sequence[Hashable]) -> list[int]:
-    """Equal keys make a cluster."""
+    """Clusters equal keys."""
     seen: dict[Hashable, int] = {}
     return [seen.setdefault(key, len(seen)) for key in keys]

@@ -1,4 +1,4 @@
-"""Which steps are alike: vectors for texts, from a sentence encoder here or behind HTTP."""
+"""Embeddings of steps for clustering, from a sentence encoder in this process or over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Embedder(Protocol):
 
 
 class SentenceEncoder:
-    """A model in this process: a directory, or the name of a package that carries one."""
+    """A model in this process: a directory, or the name of a package with a model."""
 
     def __init__(self, source: str, device: str = "cpu") -> None:
         from plaudit.models.encoder import load_encoder
@@ -32,7 +32,7 @@ class SentenceEncoder:
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         encoder = self._encoder
         rows = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.limit)["input_ids"]
-        # Rows of about the same length go together: padding is computed, too.
+        # Texts of similar length are batched together to reduce padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         vectors: dict[int, np.ndarray] = {}
         for begin in range(0, len(order), BATCH):
@@ -41,11 +41,11 @@ class SentenceEncoder:
         return np.stack([vectors[i] for i in range(len(rows))])
 
     def close(self) -> None:
-        """The model's memory goes with the object."""
+        """The model's memory is freed with the object."""
 
 
 class ServedEncoder:
-    """`/v1/embeddings` as OpenAI defines it."""
+    """A server with OpenAI's `/v1/embeddings`."""
 
     def __init__(self, url: str, model: str | None = None, timeout: float = 60.0) -> None:
         self._url = url.rstrip("/") + "/v1/embeddings"
@@ -76,7 +76,7 @@ class ServedEncoder:
 
 
 def open_embedder(table: SearchRuleTable) -> Embedder | None:
-    """None where the PRM's states or the words themselves tell."""
+    """None if clusters need no embeddings: the PRM's hidden states or the text suffice."""
     if not table.clustered or table.encoder is None:
         return None
     return ServedEncoder(table.encoder) if table.clusters == "served" else SentenceEncoder(table.encoder)

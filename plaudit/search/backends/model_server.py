@@ -1,4 +1,5 @@
-"""A server of another project, asked by many threads: patient where it is busy, and lost for all where it is lost."""
+"""A client for other servers, used by many threads: retries while the server is busy, and fails all requests if it is
+down."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from plaudit.errors import BadReply, ConfigError, RequestRefused, ServerError
 A = TypeVar("A")
 B = TypeVar("B")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-UNFIT = (400, 413, 422)  # what is said of one request: a path that is too long for the model, say
+REJECTED_STATUSES = (400, 413, 422)  # status codes about a single request, such as a path that is too long
 
 
 class ModelServer:
-    """what     it is asked for, as its errors call it
-    table    of the recipe, which its errors name
+    """what     what is requested, for error messages
+    table    of the recipe, for error messages
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ModelServer:
         headers = {}
         if key_env is not None:
             if not os.environ.get(key_env):
-                raise ConfigError(f"{table}.key_env names the environment variable {key_env}, which is not set")
+                raise ConfigError(f"{table}.key_env is {key_env}, but this environment variable is not set")
             headers["Authorization"] = f"Bearer {os.environ[key_env]}"
         limits = httpx.Limits(max_connections=concurrency)
         self._http = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
@@ -42,15 +43,15 @@ class ModelServer:
         self._served = False
 
     def each(self, call: Callable[[A], B], asks: Sequence[A]) -> list[B | RequestRefused]:
-        """A server that is lost is so for all: the first request to give up ends the others' waiting. What is refused
-        comes back as that, unless the server has refused everything so far."""
+        """Sends all requests. If the server is down, the first request to give up ends the others' waiting. Rejected
+        requests are returned as such, unless the server has rejected all so far."""
         self._lost.clear()
 
         def tried(ask: A) -> B | RequestRefused:
             try:
                 return call(ask)
             except RequestRefused as error:
-                if error.status not in UNFIT:
+                if error.status not in REJECTED_STATUSES:
                     raise
                 return error
 
@@ -63,7 +64,8 @@ class ModelServer:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         url = self.url + path
-        deadline, pause, cause = time.monotonic() + self.timeout, FIRST_PAUSE, "there was no time for an attempt"
+        deadline, pause = time.monotonic() + self.timeout, FIRST_PAUSE
+        cause = "the timeout expired before the first attempt"
         while (left := deadline - time.monotonic()) > 0 and not self._lost.is_set():
             try:
                 reply = self._http.post(url, json=body, timeout=left)
@@ -74,12 +76,14 @@ class ModelServer:
                     return self._decoded(url, reply)
                 cause = f"it answered {reply.status_code}: {reply.text[:200]!r}"
                 if reply.status_code < 500 and reply.status_code not in (408, 429):
-                    raise RequestRefused(reply.status_code, "", f"{url} refuses the request: {cause}")
-            # Of many that were turned away together, not all come back together.
+                    raise RequestRefused(reply.status_code, "", f"{url} rejected the request: {cause}")
+            # Jitter, so that requests rejected together are not retried together.
             self._lost.wait(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, LONGEST_PAUSE)
         self._lost.set()
-        raise ServerError(f"no {self.what} from {url} in {self.timeout:g} s ({cause}); see whether it runs")
+        raise ServerError(
+            f"no {self.what} from {url} within {self.timeout:g} s ({cause}); check that the server is running"
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -89,4 +93,4 @@ class ModelServer:
         try:
             return reply.json()
         except ValueError:
-            raise BadReply(f"{url} sent no {self.what} but {reply.text[:80]!r}") from None
+            raise BadReply(f"{url} did not return {self.what} but {reply.text[:80]!r}") from None

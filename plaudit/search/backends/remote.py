@@ -1,7 +1,7 @@
-"""A server that writes the next steps: OpenAI's /v1/completions (vLLM and others), or SGLang's /generate.
+"""A policy on a server: OpenAI's /v1/completions (vLLM and others), or SGLang's /generate.
 
-Prompts go as token ids, so that nothing is tokenised anew and the server's prefix cache finds every path. Servers that
-do not say which tokens they drew are asked by text instead, and tokens are only counted.
+Prompts are sent as token ids, so they are not tokenised again and hit the server's prefix cache. For servers that do
+not return the sampled tokens text is sent instead, and tokens are only counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plaudit.search.backends.policy import Ask, Ended, Step
 
 class RemotePolicy:
     def __init__(self, table: GenerationTable, steps: StepsTable) -> None:
-        assert table.url is not None, "the table says where to ask"
+        assert table.url is not None, "the table must have a url"
         self.table = table
         self.steps = steps
         self._path = "/generate" if table.name == "sglang" else "/v1/completions"
@@ -33,7 +33,7 @@ class RemotePolicy:
         ]
 
     def release(self, places: Sequence[Any]) -> None:
-        """The server forgets by itself what is not asked for again."""
+        """Does nothing: the server evicts unused entries itself."""
 
     def close(self) -> None:
         self._server.close()
@@ -46,11 +46,11 @@ class RemotePolicy:
             completions = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
         except (LookupError, TypeError, ValueError) as error:
             raise BadReply(
-                f"{self._server.url}{self._path} sent no completions ({type(error).__name__}: {error})"
+                f"{self._server.url}{self._path} returned no completions ({type(error).__name__}: {error})"
             ) from None
         if len(completions) != self._draws(ask):
             raise BadReply(
-                f"{self._server.url}{self._path} sent {len(completions)} completions where {self._draws(ask)} were "
+                f"{self._server.url}{self._path} returned {len(completions)} completions where {self._draws(ask)} were "
                 "asked for"
             )
         return completions * (ask.count // self._draws(ask))
@@ -80,7 +80,7 @@ class RemotePolicy:
         return 0.0 if ask.greedy else self.steps.temperature
 
     def _draws(self, ask: Ask) -> int:
-        """Where nothing is drawn all steps are the same, and vLLM refuses to write more than one."""
+        """The number of samples to request: with greedy decoding all are the same, and vLLM rejects more than one."""
         return ask.count if self._temperature(ask) else 1
 
     def _tokens_left(self, ask: Ask) -> int:
@@ -88,7 +88,7 @@ class RemotePolicy:
 
 
 def _named(tokens: Sequence[int]) -> bool:
-    """Whether the server has told which tokens it drew; -1 stands for one that it only counted."""
+    """Whether the server has returned the sampled tokens; -1 stands for a token that was only counted."""
     return all(token >= 0 for token in tokens)
 
 
@@ -105,7 +105,7 @@ def _read_openai(choice: Mapping[str, Any], stop: str) -> Step:
     if tokens is None:
         tokens = [-1] * len(logprobs["tokens"])
     values = [value for value in logprobs.get("token_logprobs") or [] if value is not None]
-    # A server that knows no include_stop_str_in_output leaves the stop text out, and says no more than "stop".
+    # Servers without include_stop_str_in_output omit the stop text and report only "stop".
     by_text = text.endswith(stop) or choice.get("stop_reason") == stop
     if by_text and not text.endswith(stop):
         text += stop

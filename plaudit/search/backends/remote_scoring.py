@@ -1,9 +1,9 @@
-"""Process and outcome models of other projects' servers. The input is put together here, by the model's own tokenizer
-and format, and goes as token ids: a server adds nothing to it, and its prefix cache finds every path.
+"""Process and outcome models on servers of other projects. The input is assembled here with the model's own tokenizer
+and format and sent as token ids: the server adds nothing to it, and every path hits its prefix cache.
 
 vllm    a process model by /pooling: a row for every token, or for every step where the server pools by STEP;
         an outcome model by /classify, or for pairs of texts by /score
-sglang  a causal process model by /v1/score: the chances of its label tokens; an outcome model by /classify
+sglang  a causal process model by /v1/score: the probabilities of its label tokens; an outcome model by /classify
 openai  a causal process model by /v1/completions: the log-probs of the most likely next tokens
 """
 
@@ -30,18 +30,18 @@ from plaudit.reward.work import ModelInfo, Work
 from plaudit.search.backends.model_server import ModelServer
 from plaudit.search.backends.scored import Path, Scored, items_of, mismatch, whole_score
 
-TOP = 5  # log-probs of likely tokens; OpenAI gives no more
-KNOWN_TO = 1e-3  # a score of which a part is missing counts if the rest leaves no more than this open
+TOP = 5  # log-probs of likely tokens; OpenAI returns no more
+KNOWN_TO = 1e-3  # a score with a missing part counts if the rest bounds it this tightly
 TINY = 5e-324
 
 
 class RemoteScorer:
-    """Asks for one path at a time, in many threads: what is refused is that path's error."""
+    """Sends one request per path, from many threads: a rejected request is an error of that path only."""
 
     computed = 0
 
     def __init__(self, table: PrmTable, reading: ProcessReading | OutcomeReading | None) -> None:
-        """`reading` is None where texts are sent as they are, to /score."""
+        """`reading` is None if texts are sent unchanged, to /score."""
         assert isinstance(table.url, str)
         self.table, self.reading = table, reading
         self.whole = not isinstance(reading, ProcessReading)
@@ -54,7 +54,7 @@ class RemoteScorer:
             self._ask = {"vllm": self._pooled, "sglang": self._labelled, "openai": self._likely}[table.protocol]
             if table.protocol != "vllm" and (reading.columns is None or reading.format.activation != "softmax"):
                 raise ConfigError(
-                    f"{kind}.protocol = {table.protocol!r} reads the chances of tokens, and {table.path} is no causal "
+                    f"{kind}.protocol = {table.protocol!r} reads token probabilities, but {table.path} is not a causal "
                     'LM with two of them ("+", "-"): serve it by vLLM (protocol = "vllm") or by `plaudit serve`'
                 )
         else:
@@ -62,12 +62,12 @@ class RemoteScorer:
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         if hidden:
-            raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
+            raise ConfigError('a server returns no hidden states: set search.clusters to "text", "encoder" or "served"')
         replies = self._server.each(self._one, list(zip(paths, items_of(paths), strict=True)))
         return [Scored(error=str(each)) if isinstance(each, RequestRefused) else each for each in replies]
 
     def release(self, places: Sequence[Any]) -> None:
-        """The server forgets by itself what is not asked for again."""
+        """Does nothing: the server evicts unused entries itself."""
 
     def close(self) -> None:
         self._server.close()
@@ -94,21 +94,22 @@ class RemoteScorer:
             return read(reply)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise BadReply(
-                f"{self._server.url}{path} sent no scores as {self.table.protocol} does ({type(error).__name__}: "
+                f"{self._server.url}{path} returned no scores in the format of {self.table.protocol} "
+                f"({type(error).__name__}: "
                 f"{error})"
             ) from None
 
     def _row(self, path: str, values: Any) -> np.ndarray:
-        """One row, as wide as the head that the model's directory describes."""
+        """One row, with the width of the head in the model's directory."""
         reading = self.reading
         assert reading is not None
         wide = len(reading.columns or reading.facts.labels) if isinstance(reading, ProcessReading) else 0
         row = np.asarray(values, dtype=np.float64).reshape(1, -1)
         if row.size != (wide or len(reading.facts.labels)):
             raise BadReply(
-                f"{self._server.url}{path} sent {row.size} numbers where {self.table.path} has "
-                f"{wide or len(reading.facts.labels)}: is it that model, served with a head"
-                + (" and returned_token_ids of the format's columns?" if wide and reading.facts.causal else "?")
+                f"{self._server.url}{path} returned {row.size} numbers, but {self.table.path} has "
+                f"{wide or len(reading.facts.labels)}: check that it serves this model, with a head"
+                + (" and returned_token_ids of the format's columns" if wide and reading.facts.causal else "")
             )
         return row
 
@@ -119,7 +120,7 @@ class RemoteScorer:
         rows = self._reply("/pooling", body, lambda reply: reply["data"][0]["data"])
         if not isinstance(rows, list) or len(rows) not in (len(work.tokens), work.steps):
             raise BadReply(
-                f"{self._server.url}/pooling sent {len(rows) if isinstance(rows, list) else 'no'} rows for "
+                f"{self._server.url}/pooling returned {len(rows) if isinstance(rows, list) else 'no'} rows for "
                 f"{len(work.tokens)} tokens and {work.steps} steps: pool by ALL, or by STEP with the format's tag"
             )
         return self._row("/pooling", rows[work.positions[-1] if len(rows) == len(work.tokens) else -1])
@@ -130,11 +131,11 @@ class RemoteScorer:
 
     def _pair(self, item: Item) -> Scored:
         if not isinstance(item.prompt, str):
-            return Scored(error="bad_messages: /score takes a text and its answer, and the prompt is a conversation")
+            return Scored(error="bad_messages: /score accepts a text and its answer, but the prompt is a conversation")
         body = {"text_1": item.prompt, "text_2": item.response, "use_activation": False}
         value = float(self._reply("/score", body, lambda reply: float(reply["data"][0]["score"])))
         if not math.isfinite(value):
-            return Scored(error=f"nonfinite_score: {self._server.url}/score gave {value}")
+            return Scored(error=f"nonfinite_score: {self._server.url}/score returned {value}")
         return Scored(value)
 
     # SGLang
@@ -149,14 +150,15 @@ class RemoteScorer:
         }  # fmt: skip
         row = self._row("/v1/score", self._reply("/v1/score", body, lambda reply: reply["scores"][0]))
         if abs(row.sum() - 1) > KNOWN_TO:
-            raise BadReply(f"{self._server.url}/v1/score sent chances that add up to {row.sum():g}, not to 1")
+            raise BadReply(f"{self._server.url}/v1/score returned probabilities with the sum {row.sum():g}; expected 1")
         logs: np.ndarray = np.log(np.maximum(row, TINY))
         return logs
 
     # OpenAI
 
     def _likely(self, work: Work) -> np.ndarray:
-        """Of tokens that are not among the likeliest the log-prob is at most that of the least likely shown."""
+        """For tokens that are not among the likeliest the log-prob is bounded by that of the least likely one
+        returned."""
         body = {
             "prompt": work.tokens[: work.positions[-1] + 1], "max_tokens": 1, "temperature": 0.0, "logprobs": TOP,
             "return_tokens_as_token_ids": True,
@@ -174,8 +176,9 @@ class RemoteScorer:
         least = min(map(float, shown.values()), default=0.0)
         if not known or (len(known) < len(logprobs) and math.exp(least - max(known)) > KNOWN_TO):
             raise RequestRefused(
-                422, "", f"{self._server.url}/v1/completions shows {sorted(shown)} as the likeliest tokens after a "
-                f"step, and not {[tokenizer.convert_ids_to_tokens(c) for c in columns]}: is it a process model?",
+                422, "", f"{self._server.url}/v1/completions returned {sorted(shown)} as the likeliest tokens after a "
+                f"step instead of {[tokenizer.convert_ids_to_tokens(c) for c in columns]}: check that it serves a "
+                "process model",
             )  # fmt: skip
         return self._row("/v1/completions", [least if value is None else value for value in logprobs])
 
@@ -183,16 +186,16 @@ class RemoteScorer:
 def open_remote(table: PrmTable) -> RemoteScorer:
     if isinstance(table, OrmTable) and table.pairs:
         return RemoteScorer(table, None)
-    assert table.path is not None, "the table says where the tokenizer is"
+    assert table.path is not None, "the table must have a path with the tokenizer"
     keys = {"path": table.path, **({} if table.format is None else {"format": table.format})}
     own = complete(keys, f"path {table.path}")
     if not isinstance(own, OutcomeTable | ProcessTable):
-        raise ConfigError(f"{table.path} is a reward of kind {own.kind!r}: a search needs a process or outcome model")
+        raise ConfigError(f"{table.path} is a reward of kind {own.kind!r}; a search needs a process or outcome model")
     return RemoteScorer(table, new_reading(own, load_tokenizer(resolve(table.path)), _facts(table.path, own)))
 
 
 def _facts(path: str, own: OutcomeTable | ProcessTable) -> ModelInfo:
-    """What the model's directory says of it; its weights need not be there."""
+    """The model's information, from its directory without the weights."""
     config = read_json(resolve(path) / "config.json")
     name = str((config.get("architectures") or ["the model"])[0])
     causal = isinstance(own, ProcessTable) and bool(own.format.columns)

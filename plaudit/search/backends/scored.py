@@ -1,4 +1,4 @@
-"""What is asked of a scorer, and what it says: a path and the score of its last step, or of the whole of it."""
+"""The input and output of a scorer: a path, and the score of its last step or of the whole path."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A response so far, its last step being the one to score.
+    """A response so far, whose last step is to be scored.
 
-    read   what was read of it when the step before was the last: Scored.tokens of that; none where that is not known
-    place  where that ends in the engine: Scored.place of that
+    read   the tokens read for its previous step (Scored.tokens); empty if unknown
+    place  the engine's handle of that position: Scored.place
     """
 
     prompt: str | tuple[dict[str, Any], ...]
@@ -31,11 +31,11 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score, of a process model from 0 to 1, or why there is none.
+    """A score (from 0 to 1 for a process model), or an error.
 
-    tokens   what was read; none where a server keeps it
-    hidden   the model's state at the end of the step, where it was asked for
-    place    where what was read ends, in an engine of this process, until that is released
+    tokens   the tokens read; empty if a server keeps them
+    hidden   the model's hidden state at the end of the step, if requested
+    place    the engine's handle of the last position read, in an engine of this process, until it is released
     """
 
     value: float | None = None
@@ -48,17 +48,17 @@ class Scored:
 class Scorer(Protocol):
     @property
     def whole(self) -> bool:
-        """Whether it scores finished responses and not their steps."""
+        """Whether it scores finished responses instead of steps."""
 
     @property
     def computed(self) -> int:
-        """Tokens computed so far; 0 where that is not known here."""
+        """Tokens computed so far; 0 if unknown."""
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        """The score of each path's last step, or of the whole path. What fails for one is that path's error."""
+        """The score of each path's last step, or of the whole path. A failure of one path is that path's error."""
 
     def release(self, places: Sequence[Place]) -> None:
-        """The paths that end there are given up."""
+        """Release the paths that end at these positions."""
 
     def close(self) -> None: ...
 
@@ -69,13 +69,13 @@ def items_of(paths: Sequence[Path]) -> list[Item]:
 
 def mismatch(seen: int, made: int) -> str:
     return (
-        f"step_mismatch: the PRM sees {seen} step(s) where the search made {made}; let steps.stop be the text that "
+        f"step_mismatch: the PRM sees {seen} step(s) but the search generated {made}; set steps.stop to the text that "
         "ends a step in the PRM's format"
     )
 
 
 def last_scores(paths: Sequence[Path], results: Sequence[Result]) -> list[Scored]:
-    """Of step scores those of the last steps, where the model saw as many steps as there are."""
+    """The scores of the last steps, if the model saw as many steps as there are."""
     scores = []
     for path, result in zip(paths, results, strict=True):
         steps = len(result.values) if isinstance(result, StepScores) else 1

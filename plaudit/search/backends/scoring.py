@@ -1,5 +1,5 @@
-"""Who scores steps: a process model of this process, or one behind `plaudit serve`. Both compute new tokens only.
-For best-of-n also an outcome model, here or there, which scores a response once it is finished."""
+"""Scorers: a process model in this process, or behind `plaudit serve`. Both compute only new tokens. For best-of-n
+also an outcome model, here or there, which scores finished responses."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class LocalScorer:
     def __init__(self, engine: Engine, reading: ProcessReading) -> None:
         self.engine = engine
         self.reading = reading
-        self._lock = threading.Lock()  # an engine is for one thread at a time
+        self._lock = threading.Lock()  # an engine is not thread-safe
 
     @property
     def computed(self) -> int:
         return self.engine.stats().tokens_computed
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        # Earlier steps were scored when they were the last: only the new one is put together, read and computed.
+        # Earlier steps were scored when they were the last: only the new one is assembled, read and computed.
         grown = [self.reading.grown(path.read, path.prompt, path.steps) if path.read else None for path in paths]
         whole = iter(self._whole([path for path, work in zip(paths, grown, strict=True) if work is None]))
         works = [next(whole) if work is None else work for work in grown]
@@ -49,7 +49,7 @@ class LocalScorer:
         return [work if isinstance(work, Scored) else next(values) for work in works]
 
     def _whole(self, paths: Sequence[Path]) -> list[Work | Scored]:
-        """What is to be read of each path's last step, or why there is nothing."""
+        """The work for each path's last step, or an error."""
         items = items_of(paths)
         works: list[Work | Scored] = []
         self.reading.prerender(items)
@@ -69,10 +69,10 @@ class LocalScorer:
             self.engine.branches().free_paths(places)
 
     def close(self) -> None:
-        """The engine's memory goes with the object."""
+        """The model's memory is freed with the object."""
 
     def _read(self, works: Sequence[tuple[Work, Place | None]], hidden: bool) -> list[Scored]:
-        """The scores of the last steps. `places`: where what was read of them before ends."""
+        """The scores of the last steps. `places`: the positions up to which their paths were read before."""
         if not works:
             return []
         try:
@@ -86,7 +86,7 @@ class LocalScorer:
         labels = values.shape[1] - width
         scores = self.reading.last_scores(values[:, :labels])
         states = values[:, labels:] if hidden else [None] * len(works)
-        unsound = f"nonfinite_score: {self.reading.facts.name} gave a step score that is not a finite number"
+        unsound = f"nonfinite_score: {self.reading.facts.name} returned a step score that is not finite"
         return [
             Scored(error=unsound) if score is None else Scored(score, None, tuple(work.tokens), state, place)
             for (work, _), score, state, place in zip(works, scores, states, places, strict=True)
@@ -105,7 +105,7 @@ class LocalScorer:
 
 
 class OutcomeScorer:
-    """An outcome model of this process."""
+    """An outcome model in this process."""
 
     whole = True
 
@@ -120,14 +120,15 @@ class OutcomeScorer:
         return [whole_score(result) for result in self.reward.score(items_of(paths))]
 
     def release(self, places: Sequence[Place]) -> None:
-        """A response is read once, and nothing is kept of it."""
+        """Does nothing: a response is scored once, and nothing is cached."""
 
     def close(self) -> None:
         self.reward.close()
 
 
 class ServedScorer:
-    """The server keeps the scores and the KV of earlier steps: of a path that has grown only the new step is read."""
+    """The server caches the scores and the KV cache of earlier steps: of an extended path only the new step is
+    computed."""
 
     computed = 0
 
@@ -136,7 +137,7 @@ class ServedScorer:
 
     @cached_property
     def whole(self) -> bool:
-        """The server says it when it is asked for the steps of anything."""
+        """The server reports it when steps are requested."""
         try:
             self.client.score([Item(prompt="?", response="?")], steps=True)
         except RequestRefused as error:
@@ -147,13 +148,13 @@ class ServedScorer:
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         if hidden:
-            raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
+            raise ConfigError('a server returns no hidden states: set search.clusters to "text", "encoder" or "served"')
         if self.whole:
             return [whole_score(result) for result in self.client.score(items_of(paths))]
         return last_scores(paths, self.client.score(items_of(paths), steps=True))
 
     def release(self, places: Sequence[Place]) -> None:
-        """The server forgets by itself what is not asked for again."""
+        """Does nothing: the server evicts unused entries itself."""
 
     def close(self) -> None:
         self.client.close()
@@ -169,7 +170,7 @@ def open_scorer(table: PrmTable, threads: int | None = None, method: str = "ets"
         from plaudit.client.client import RewardClient
 
         if table.key_env is not None and not os.environ.get(table.key_env):
-            raise ConfigError(f"{kind}.key_env names the environment variable {table.key_env}, which is not set")
+            raise ConfigError(f"{kind}.key_env is {table.key_env}, but this environment variable is not set")
         key = os.environ[table.key_env] if table.key_env is not None else None
         return ServedScorer(RewardClient(table.url, model=table.model, api_key=key, timeout=table.timeout))
     from plaudit.config.reward import OutcomeTable, ProcessTable
@@ -190,31 +191,31 @@ def open_scorer(table: PrmTable, threads: int | None = None, method: str = "ets"
         assert isinstance(reward, ModelReward | EncoderReward)
         return OutcomeScorer(reward)
     if not isinstance(own, ProcessTable):
-        raise ConfigError(f"{kind}.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")
+        raise ConfigError(f"{kind}.path {table.path} is a reward of kind {own.kind!r}; a search needs a process model")
     engine, facts, tokenizer, _ = load_worker(own)
     return LocalScorer(engine, ProcessReading(own, tokenizer, facts))
 
 
 def open_scorers(recipe: SearchRecipe) -> tuple[Scorer, Scorer | None]:
-    """Who scores on the way, and who, if not the same, gives a finished response its weight in the vote."""
+    """The scorer of steps and, if different, the scorer that weights finished responses in the vote."""
     method = recipe.search.method
     outcome = None if recipe.orm is None else open_scorer(recipe.orm, recipe.threads, method)
     if outcome is not None and not outcome.whole:
-        raise ConfigError(f"[orm] names {_name(recipe.orm)}, a process model: name it in [prm]")
+        raise ConfigError(f"[orm] is {_name(recipe.orm)}, a process model: set it in [prm]")
     if recipe.prm is None:
-        assert outcome is not None, "the recipe has one of them"
+        assert outcome is not None, "the recipe must have one of them"
         return outcome, None
     return open_scorer(recipe.prm, recipe.threads, method), outcome
 
 
 def check_fits(scorer: Scorer, recipe: SearchRecipe) -> None:
-    """Refuses what a model of whole responses cannot do."""
+    """Rejects settings that a model of whole responses does not support."""
     if scorer.whole:
         _refuse_whole(recipe.prm or recipe.orm, recipe.search.method)
     if (scorer.whole or recipe.orm is not None) and recipe.budget.lead and recipe.search.vote == "weighted":
         raise ConfigError(
-            "budget.lead: the score of a whole response has no upper bound, so no lead in a weighted vote is safe; "
-            'set search.vote = "majority", or leave budget.lead out'
+            "budget.lead: the score of a whole response has no upper bound, so no lead in a weighted vote is decisive; "
+            'set search.vote = "majority", or remove budget.lead'
         )
 
 
@@ -222,7 +223,7 @@ def _refuse_whole(table: PrmTable | None, method: str) -> None:
     if method != "best-of-n":
         raise ConfigError(
             f"search.method = {method!r} chooses among steps, and {_name(table)} is an outcome model, which scores "
-            "whole responses: name a process model in [prm], or search with --method best-of-n"
+            "whole responses: set a process model in [prm], or use --method best-of-n"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a step adds to the text of its path."""
+"""Decodes the text that a step adds to its path."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from plaudit.models.text import decodes_apart
 
 TEXTS_KEPT = 1 << 13  # siblings repeat each other, and so do the steps of one question
-HALF = "\ufffd"  # what a character decodes to of which tokens are missing
+HALF = "\ufffd"  # the decoding of an incomplete character
 
 
 class StepText:
-    """Decodes a step alone where a tokenizer decodes what is behind a beginning as it does without it, and with the
-    whole path where that is not sure."""
+    """Decodes a step alone if the tokenizer's decoding does not depend on preceding tokens, otherwise together with
+    the whole path."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._alone = lru_cache(maxsize=TEXTS_KEPT)(self._decode_alone) if decodes_apart(tokenizer) else None
 
     def __call__(self, response_ids: Sequence[int], text: str, tokens: tuple[int, ...]) -> str:
-        """The text that these tokens add to `text`, that of the steps before them."""
+        """The text that these tokens add to `text`, the text of the previous steps."""
         if self._alone is not None and HALF not in text:
             return self._alone(tokens)
         whole: str = self.tokenizer.decode([*response_ids, *tokens], skip_special_tokens=True)

@@ -1,1 +1,1 @@
-"""How one question is searched round by round: levels of a tree, MCTS, particle filtering."""
+"""Drivers, which search one question round by round: levels of a tree, MCTS, particle filtering."""

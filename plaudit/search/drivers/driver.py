@@ -1,4 +1,4 @@
-"""How one question is searched: what is expanded in the next round, until it is over."""
+"""The base class of drivers: selects what one question expands in the next round, until its search is over."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from plaudit.search.tree.tree import Node, Tree
 
 @dataclass(frozen=True, slots=True)
 class Expand:
-    """`count` children for a node, which is no twin."""
+    """`count` children for a node, which must not be a twin."""
 
     node: int
     count: int
 
 
 class Driver(ABC):
-    """needs_clusters  whether nodes must have their cluster before `choose`
-    clock           seconds; a simulation has another one
+    """needs_clusters  whether `choose` needs the nodes' clusters
+    clock           seconds; simulations use another one
     """
 
     needs_clusters = False
@@ -40,7 +40,7 @@ class Driver(ABC):
         self._began: float | None = None
 
     def expansions(self) -> list[Expand]:
-        """The next round; empty when the search is over. `stopped` then says why."""
+        """The next round; empty when the search is over, with the reason in `stopped`."""
         live = self.live()
         if live:
             self.costs.saw(self.tree.kv_tokens(live))
@@ -55,17 +55,17 @@ class Driver(ABC):
 
     @abstractmethod
     def live(self) -> list[int]:
-        """The nodes that may be expanded: what must be in the KV cache."""
+        """The nodes that may be expanded: their KV cache must be kept."""
 
     @abstractmethod
     def choose(self, live: Sequence[int]) -> list[Expand]: ...
 
     @abstractmethod
     def left(self) -> int:
-        """How many answers may still come."""
+        """The number of answers still possible."""
 
-    def take(self, nodes: Sequence[Node]) -> None:  # noqa: B027 (most have nothing to remember)
-        """The children of a round, scored."""
+    def take(self, nodes: Sequence[Node]) -> None:  # noqa: B027 (most drivers keep no state)
+        """Receives the scored children of a round."""
 
     def value(self, node: Node) -> float:
         if self.table.aggregate == "last" and node.score is not None:
@@ -73,7 +73,7 @@ class Driver(ABC):
         return float(AGGREGATES[self.table.aggregate](self.tree.scores(node.id)))
 
     def finished(self) -> list[int]:
-        """The nodes that answer, one entry for every vote."""
+        """The nodes with answers, one entry for every vote."""
         return [node.id for node in self.tree.having("finished")]
 
     def answers(self) -> list[Answer]:
@@ -97,7 +97,8 @@ class Driver(ABC):
 
 
 def twins_together(tree: Tree, counts: Sequence[tuple[int, int]]) -> list[Expand]:
-    """Expansions of nodes, those of twins as one of the first: so their children are drawn together and differ."""
+    """Expansions of nodes, with those of twins merged into the first: so their children are sampled together and
+    differ."""
     joined: dict[int, Expand] = {}
     for id, count in counts:
         if count:

@@ -1,4 +1,4 @@
-"""Search level by level: a rule deals the width that is left over the leaves of the last level."""
+"""Searches level by level: a rule distributes the remaining width over the leaves of the last level."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Levels(Driver):
     def choose(self, live: Sequence[int]) -> list[Expand]:
         width = self.left()
         if width == 0 or not live:
-            for node in self.tree.having("open"):  # leaves that the width no longer reaches
+            for node in self.tree.having("open"):  # leaves without remaining width
                 node.state = "pruned"
             return []
         frontier = self.frontier(live, width)
@@ -42,7 +42,7 @@ class Levels(Driver):
         return twins_together(self.tree, list(zip(live, choice.counts, strict=True)))
 
     def mark(self, frontier: Frontier, counts: Sequence[int]) -> None:
-        """What becomes of leaves that get so many children."""
+        """Updates the state of leaves after the rule has set their numbers of children."""
         for leaf, count in zip(frontier.leaves, counts, strict=True):
             self.tree.nodes[leaf.id].state = "expanded" if count else "pruned"
 

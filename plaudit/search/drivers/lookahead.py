@@ -1,4 +1,4 @@
-"""Where a leaf leads: a few greedy steps, generated, scored and thrown away."""
+"""Look-ahead: a few greedy steps from a leaf, generated, scored and discarded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Ahead:
-    """value      the score of the last step; None if there was none to score
-    steps      where they end in the engine
-    read       where what the PRM read of them ends
+    """value      the score of the last step; None if none was scored
+    steps      the engine's handle of their end
+    read       the scorer's handle of their end
     """
 
     calls: int = 0

@@ -1,7 +1,7 @@
-"""Monte-Carlo tree search with PRM values, as in OpenR: every path goes from the root to its end, expanding on the way
-what was never expanded, and its last value is added to all nodes it came through.
+"""Monte-Carlo tree search with PRM values, as in OpenR: every path goes from the root to its end, expanding unexpanded
+nodes on the way, and its last value is added to all of its nodes.
 
-A path that was followed to its end is not followed again, and a node with nothing left below it neither.
+A path is followed to its end only once, and a node without open descendants is not visited again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mcts(Driver):
                 self._closed.add(node.id)
 
     def _end_path(self) -> None:
-        """Back up what the path came to, and close what is exhausted."""
+        """Backs up the value of the path, and closes exhausted nodes."""
         value = self.tree.nodes[self._at].value
         for id in (*self.tree.branches(self._at), self._at):
             self._visits[id].count += 1

@@ -1,4 +1,4 @@
-"""The methods by name: which driver searches, and by which rule."""
+"""The methods by name, with their driver and rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plaudit.search.tree.tree import Tree
 
 
 def new_driver(tree: Tree, table: SearchRuleTable, budget: BudgetTable, reading: AnswerReading, seed: str) -> Driver:
-    """`seed` is the question's own."""
+    """`seed` is that of the question."""
     if table.method == "mcts":
         return Mcts(tree, table, budget, reading)
     if table.method == "particles":

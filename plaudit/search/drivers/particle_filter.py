@@ -1,4 +1,4 @@
-"""Particle filtering: `width` particles, drawn again after every step by the odds of their scores."""
+"""Particle filtering: `width` particles, resampled after every step by the odds of their scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plaudit.search.tree.tree import ROOT, Node, Tree
 
 
 class ParticleFilter(Driver):
-    """seed   of the draws, the question's own"""
+    """seed   of the question, for resampling"""
 
     def __init__(
         self, tree: Tree, table: SearchRuleTable, budget: BudgetTable, reading: AnswerReading, seed: str

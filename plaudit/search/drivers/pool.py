@@ -1,9 +1,9 @@
-"""Search over a persistent pool: every round chooses among all nodes of the tree, until they lie too far behind
+"""Searches a persistent pool: every round selects among all nodes of the tree, until they are too far behind
 (`rules.best_first`).
 
-A search draws at most `width` x `max_depth` steps, as many as one by levels can: without that bound it could return for
-ever. A node that repeats another word for word shares its children, and is a leaf of its own only until that one has
-some.
+A search samples at most `width` x `max_depth` steps, as many as a level-wise one: without this limit it could return
+forever. A node that repeats another one word for word shares its children, and is a leaf only until that one has
+children.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Questions and answers: where questions come from, how an answer is read, when two are the same, the vote."""
+"""Questions and answers: loading questions, extracting answers, comparing them, and the vote."""

@@ -1,9 +1,9 @@
-"""What an answer says, apart from how it is written: numbers by their value, with their unit; tuples, intervals and
-lists in their order, sets and unions without one; of all else the text. "x = 5" says 5, of x.
+"""The meaning of an answer, independent of its notation: numbers by value, with their unit; tuples, intervals and
+lists in order, sets and unions without order; anything else as text. "x = 5" means 5, named x.
 
-Strict: nothing is dropped, rounded or converted. A comma separates; it groups digits only where it can do nothing else
-("1,000", "12,345.6"; in brackets only beside others with a space: "(1,000, 2,000)"), or where LaTeX says so
-("1{,}000").
+Strict: nothing is dropped, rounded or converted. A comma is a separator; it groups digits only where it can mean
+nothing else ("1,000", "12,345.6"; in brackets only beside others with a space: "(1,000, 2,000)"), or in LaTeX's
+notation ("1{,}000").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPERATOR = re.compile(r"\s*([-+*/=^(){}\[\],<>:;|])\s*")
 _WRITING: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(?<=\d)(?:\{,\}|,\\!) ?(?=\d{3})", ""),  # digits in groups, as LaTeX has them
+        (r"(?<=\d)(?:\{,\}|,\\!) ?(?=\d{3})", ""),  # digit groups in LaTeX
         (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", ""),
         (r"\\(?:[,;: ]|quad(?![A-Za-z]))|~", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -55,15 +55,15 @@ _WRITING: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """unit   of a number; "" if it says none
-    name   of what it is the value: x in "x = 5"; "" if it says none"""
+    """unit   of a number; "" without one
+    name   of the variable: x in "x = 5"; "" without one"""
 
     value: Hashable
     unit: str = ""
     name: str = ""
 
     def says(self, other: AnswerForm) -> bool:
-        """Whether both say the same; a number without a unit may be of any, a value without a name anything's."""
+        """Whether both mean the same; a number without a unit matches any unit, a value without a name any name."""
         pairs = ((self.unit, other.unit), (self.name, other.name))
         return self.value == other.value and all(one == two or not one or not two for one, two in pairs)
 
@@ -71,7 +71,7 @@ class AnswerForm:
 @lru_cache(REMEMBERED)
 def answer_form(text: str) -> AnswerForm:
     if len(text) <= MOST_CHARACTERS:
-        with suppress(RecursionError):  # hundreds of brackets in brackets
+        with suppress(RecursionError):  # hundreds of nested brackets
             plain = _written_plainly(text)
             named = _NAMED.fullmatch(plain)
             return replace(_form(named[2].strip()), name=named[1]) if named else _form(plain)
@@ -115,7 +115,7 @@ def _bracketed(opening: str, inside: str, closing: str) -> AnswerForm:
     if re.search(r",\s", inside):
         inside = _ungrouped(inside)
     parts = _split(inside, (",",))
-    if len(parts) == 1 and (opening, closing) in (("(", ")"), ("{", "}")):  # brackets that only hold together
+    if len(parts) == 1 and (opening, closing) in (("(", ")"), ("{", "}")):  # brackets used only for grouping
         return _form(parts[0])
     elements = tuple(map(_form, parts)) if inside else ()
     if opening.endswith("{") and closing.endswith("}"):
@@ -136,7 +136,7 @@ def _scalar(text: str) -> AnswerForm:
 
 
 def _quantity(text: str) -> tuple[ExactNumber | None, str]:
-    """A number with a unit that is known."""
+    """A number with a known unit."""
     if text.startswith(("$", "€", "£")):
         return exact_number(text[1:].strip()), text[0]
     found = _QUANTITY.fullmatch(text)
@@ -145,7 +145,7 @@ def _quantity(text: str) -> tuple[ExactNumber | None, str]:
 
 
 def _unit(text: str) -> str | None:
-    """How a unit is written here: cm^2 for square centimetres, km/h for kilometres per hour."""
+    """The canonical form of a unit: cm^2 for square centimetres, km/h for kilometres per hour."""
     text = text.strip()
     parts = [part.strip() for part in re.split(r"/|\bper\b", text)]
     if len(parts) == 2:
@@ -162,7 +162,7 @@ def _unit(text: str) -> str | None:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """At separators that are in no bracket."""
+    """Splits at separators outside of brackets."""
     parts, depth, begin, at = [], 0, 0, 0
     while at < len(text):
         depth += (text[at] in "([{") - (text[at] in ")]}")
@@ -186,7 +186,7 @@ def _closes_at_end(text: str, at: int) -> bool:
 
 
 def _ungrouped(text: str) -> str:
-    """Without the commas between groups of three digits that are in no bracket."""
+    """Removes the commas between groups of three digits outside of brackets."""
 
     def joined(found: re.Match[str]) -> str:
         before = text[: found.start()]

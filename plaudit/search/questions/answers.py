@@ -1,4 +1,4 @@
-"""From finished paths to one answer: scores of a path as one number, and the vote."""
+"""Selects one answer from finished paths: scores of a path as one number, and the vote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one finished path answers. `node` is its last."""
+    """The answer of one finished path. `node` is its last node."""
 
     text: str
     weight: float
@@ -27,7 +27,7 @@ class Answer:
 
 
 def tally(answers: Sequence[Answer], vote: Vote, alike: Alike) -> dict[str, float]:
-    """Votes by the first answer of each kind, the winner first; ties go to the one that came first."""
+    """Votes by the first answer of each kind, the winner first; ties go to the earlier one."""
     votes: dict[str, float] = {}
     for answer in answers:
         kind = _kind(answer.text, votes, alike)
@@ -39,40 +39,40 @@ def tally(answers: Sequence[Answer], vote: Vote, alike: Alike) -> dict[str, floa
 
 
 def as_odds(answers: Sequence[Answer]) -> list[Answer]:
-    """Weights of whole responses' scores: exp of the distance to the best. Such a score may be negative and has no zero
-    of its own, so that a sum of them says nothing; their differences are log-odds, as Bradley-Terry trains them."""
+    """Weights from whole-response scores: exp of the difference to the best. Such scores may be negative and have no
+    natural zero, so their sum is meaningless; their differences are log-odds, as Bradley-Terry trains them."""
     best = max((answer.weight for answer in answers), default=0.0)
     return [replace(answer, weight=math.exp(answer.weight - best)) for answer in answers]
 
 
 def winner(answers: Sequence[Answer], vote: Vote, alike: Alike) -> Answer | None:
-    """The best answer of the kind that has most votes."""
+    """The best answer of the kind with the most votes."""
     if not answers:
         return None
     votes = tally(answers, vote, alike)
-    kinds = sorted(votes, key=[answer.text for answer in answers].index)  # as the tally met them
+    kinds = sorted(votes, key=[answer.text for answer in answers].index)  # in the order of the tally
     first = next(iter(votes))
     return max((a for a in answers if _kind(a.text, kinds, alike) == first), key=lambda a: a.weight)
 
 
 def decided(answers: Sequence[Answer], vote: Vote, left: int, alike: Alike, sure: float = 1.0) -> bool:
-    """Whether `left` further paths, of a weight of at most 1 each, cannot change who wins; with `sure` below 1, whether
-    the winner stays with at least that probability."""
+    """Whether `left` further paths, each with a weight of at most 1, cannot change the winner; with `sure` below 1,
+    whether the winner stays with at least that probability."""
     votes = list(tally(answers, vote, alike).values())
     if not votes or vote == "best":
         return left == 0
     lead = votes[0] - (votes[1] if len(votes) > 1 else 0.0)
     if lead > left or sure >= 1:
         return lead > left
-    typical = math.fsum(votes) / len(answers)  # what one more path may be expected to weigh
+    typical = math.fsum(votes) / len(answers)  # the expected weight of one more path
     return typical > 0 and _overturned(votes[0] / typical, math.fsum(votes[1:]) / typical, lead / typical, left) <= (
         1 - sure
     )
 
 
 def _overturned(leading: float, others: float, lead: float, left: int) -> float:
-    """The probability that `left` more votes take the lead away, if all that do not go to the leader go to the second.
-    The leader's share is unknown, uniform before the votes so far: the votes to come are Beta-binomial."""
+    """The probability that `left` more votes remove the lead, if all votes not for the leader go to the second. The
+    leader's share is unknown, with a uniform prior before the votes so far: future votes are Beta-binomial."""
     a, b = 1 + leading, 1 + others
     need = max(0, math.ceil((lead + left) / 2))  # against the leader; a tie may go either way
 

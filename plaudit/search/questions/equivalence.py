@@ -1,4 +1,4 @@
-"""When two answers are the same: by what they say as they are written, or as mathematics."""
+"""Decides whether two answers are the same: by their notation, or by mathematical equivalence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from plaudit.search.questions.answer_form import REMEMBERED, answer_form
 
 
 class Equivalence(Protocol):
-    """undecided   comparisons that failed or took too long; they count as different"""
+    """undecided   comparisons that failed or timed out; they count as different"""
 
     undecided: int
 
     def __call__(self, text: str, reference: str) -> bool:
-        """Whether an answer says what a known one, or the truth, says."""
+        """Whether an answer is equivalent to a known one, or to the truth."""
 
     def close(self) -> None: ...
 
@@ -31,7 +31,7 @@ class SameNumber:
 
 
 class SameMathematics:
-    """By math-verify, in a process of its own: an answer may be anything, also what no program finishes."""
+    """Uses math-verify, in a separate process: an answer may be anything, including expressions that never finish."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         from plaudit.config.reward import RuleTable
@@ -48,7 +48,7 @@ class SameMathematics:
         self._rule.close()
 
     def _ask(self, text: str, reference: str) -> bool:
-        # In dollars, so that it is read as LaTeX whatever it is.
+        # Wrapped in dollars, so that it is parsed as LaTeX.
         (score,) = self._rule.score([Item(prompt="", response=f"${text}$", truth=f"${reference}$")])
         if not isinstance(score, Score) or score.error is not None:
             self.undecided += 1

@@ -1,6 +1,7 @@
-"""The numbers of answers, exactly: sums of q·√n·π^k with fractions q, from plain notation and simple LaTeX.
+"""Exact values of numeric answers: sums of q·√n·π^k with fractions q, from plain notation and simple LaTeX.
 
-Nothing is evaluated but these, and nothing large: what is not such a number, or would take long, is no number here.
+Only these forms are evaluated, and only small numbers: anything else, or anything slow to evaluate, is not a number
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Terms = dict[tuple[int, int], Fraction]
 
 MOST_CHARACTERS = 500
 MOST_TERMS = 16
-LARGEST_EXPONENT = 64  # of a sum 8
+LARGEST_EXPONENT = 64  # of a sum: 8
 LARGEST_ROOT = 10**8
 MOST_BITS = 4096
 _NUMERAL = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2}(?!\d))?")
@@ -29,7 +30,7 @@ class NotExact(ValueError):
 
 
 def exact_number(text: str) -> ExactNumber | None:
-    """None where it is no such number."""
+    """None if the text is not such a number."""
     if len(text) > MOST_CHARACTERS:
         return None
     try:
@@ -182,7 +183,7 @@ def _raised(terms: Terms, exponent: int) -> Terms:
 
 
 def _root(terms: Terms) -> Terms:
-    """Of a fraction that is not negative."""
+    """The square root of a non-negative fraction."""
     value = terms.get((1, 0), Fraction(0))
     if value < 0 or terms.keys() - {(1, 0)}:
         raise NotExact

@@ -1,4 +1,4 @@
-"""What is asked: the questions of a world, a gym or a file, each with its right answer where that is known."""
+"""Loads questions from a world, a gym or a file, each with its correct answer if known."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from plaudit.worlds import get_world
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """prompt  as the PRM gets it: text, or the messages of a conversation
-    text    as a person reads it
-    check   whether an answer is right, or None where that cannot be told; without it the answer must be like the truth
+    """prompt  as passed to the PRM: text, or the messages of a conversation
+    text    for display
+    check   whether an answer is correct, or None if undecided; without it the answer is compared with the truth
     """
 
     index: int
@@ -44,16 +44,18 @@ def open_questions(
 ) -> list[Question]:
     encoder = PromptEncoder(table, tokenizer)
     if table.gym is not None:
-        from plaudit.train.data.gym import HELDOUT_SEED, GymItems  # reasoning-gym is an extra
+        from plaudit.train.data.gym import HELDOUT_SEED, GymItems  # reasoning-gym is an optional dependency
 
-        assert table.limit is not None, "the table says how many"
+        assert table.limit is not None, "the table must have a limit"
         items = GymItems(encoder, table, seed + HELDOUT_SEED, table.limit)
         return [_gym_question(i, prompt, checker) for i, prompt in enumerate(items.prompts(range(len(items))))]
     if table.world is not None:
-        assert table.limit is not None, "the table says how many"
+        assert table.limit is not None, "the table must have a limit"
         problems = get_world(table.world, seed).heldout(table.limit)
         if len(problems) < table.limit:
-            raise DataError(f"{table.world} has {len(problems)} held-out problems, and {table.limit} were asked for")
+            raise DataError(
+                f"{table.world} has {len(problems)} held-out problems, but limit is {table.limit}; lower it"
+            )
         rows = [
             Row({"prompt": p.prompt, table.truth: str(p.answer)}, f"{table.world}[{i}]") for i, p in enumerate(problems)
         ]
@@ -69,7 +71,7 @@ def question(index: int, fields: Mapping[str, Any], table: QuestionsTable, token
 
 
 class GymChecker:
-    """Asks a gym task's own scorer, in a process of its own: a task may have many right answers."""
+    """Runs the scorer of a gym task in a separate process: a task may have many correct answers."""
 
     def __init__(self) -> None:
         from plaudit.reward.rules.rule import RuleReward

@@ -1,4 +1,4 @@
-"""What a response says: whether it is finished, its answer, and which answers are the same."""
+"""Interprets a response: whether it is finished, its answer, and which answers are the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plaudit.search.questions.equivalence import Equivalence, open_equivalence
 
 
 class AnswerReading:
-    """alike   from elsewhere; the table says which without it"""
+    """alike   comparison of answers; by default the one set in the table"""
 
     def __init__(self, table: StepsTable, alike: Equivalence | None = None) -> None:
         self.alike = alike or open_equivalence(table.equivalence)

@@ -1,4 +1,4 @@
-"""Rules: pure functions from a frontier to child counts. They know no models."""
+"""Rules: pure functions from a frontier to child counts, independent of models."""
 
 from __future__ import annotations
 

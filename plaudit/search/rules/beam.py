@@ -1,8 +1,8 @@
-"""Beam search: the best leaves share the width evenly.
+"""Beam search: the best leaves share the width equally.
 
-As in the code of ETS, `keep` is the root of the width where it is not given, rounded up, and falls with the width that
-is left. There every kept leaf gets ceil(width / keep) children, which can overshoot; here the counts sum to the width.
-With `distinct`, as search-and-learn can filter duplicates, leaves that say the same take one of the places.
+As in the code of ETS, `keep` defaults to the square root of the width, rounded up, and shrinks with the remaining
+width. There every kept leaf gets ceil(width / keep) children, which can overshoot; here the counts sum to the width.
+With `distinct`, as search-and-learn can filter duplicates, leaves with the same text use only one slot.
 """
 
 from __future__ import annotations

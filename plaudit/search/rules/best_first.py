@@ -1,13 +1,13 @@
-"""Best-first over a persistent pool: the width goes to the best nodes of the whole tree, whatever their depth.
+"""Best-first search over a persistent pool: the width goes to the best nodes of the whole tree, at any depth.
 
-The other rules see the leaves of the last level. Here all nodes stay candidates: leaves that were passed over, and
-nodes that have children already, which may get others. Where all that a step led to scores badly the search goes back
-to the last step that was good; its KV is still there. A return costs: from a node's score `return_cost` is taken for
-each level that it lies behind the deepest one, since the way from there has to be written again, and for each time that
-it was gone on from, since what came of it was not good enough. The width is then split as REBASE splits it.
+The other rules see only the leaves of the last level. Here all nodes stay candidates: skipped leaves, and nodes that
+already have children and may get more. If all continuations of a step score badly the search returns to the last good
+step; its KV cache is still available. A return has a cost: from a node's score `return_cost` is subtracted for each
+level it is behind the deepest one, since the steps from there must be generated again, and for each time it was
+expanded, since the results were not good enough. The width is then split as in REBASE.
 
-A node whose score falls below 0 that way is behind every new one, since process models score from 0 to 1: it is given
-up. So with a cost above 1 nothing is returned to, and this is REBASE.
+A node whose score falls below 0 is behind every new one, since process models score from 0 to 1: it is dropped. So with
+a cost above 1 the search never returns, and this is REBASE.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def best_first(frontier: Frontier, temperature: float = 0.2, return_cost: float 
 
 
 def after_return(frontier: Frontier, return_cost: float) -> list[float]:
-    """The scores of the nodes less what it costs to return to them."""
+    """The scores of the nodes minus the cost of returning to them."""
     return [
         leaf.score - return_cost * (frontier.depth - len(leaf.branches) + leaf.times) for leaf in frontier.leaves
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Best of n: n paths, each on its own; nothing is pruned."""
+"""Best of n: n independent paths; nothing is pruned."""
 
 from __future__ import annotations
 

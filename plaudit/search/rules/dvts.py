@@ -1,8 +1,8 @@
-"""Diverse verifier tree search: the width is split over subtrees that never compete with each other.
+"""Diverse verifier tree search: the width is split over independent subtrees.
 
-The first steps are dealt out to `subtrees` groups in order, and the best of each group begins a subtree (as in the code
-of ETS). From then on the best leaf of every subtree gets all of that subtree's width: its share less its leaves that
-are over. With `lookahead` the runner scores a leaf by where a few greedy steps more would lead.
+The first steps are assigned to `subtrees` groups in order, and the best of each group starts a subtree (as in the code
+of ETS). From then on the best leaf of every subtree gets the subtree's whole width: its share minus its finished
+leaves. With `lookahead` the runner scores a leaf after a few more greedy steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dvts(frontier: Frontier, subtrees: int | None = None) -> Choice:
             counts[_best(leaves, range(begin, begin + size))] = share
             begin += size
         return Choice(counts)
-    # Every leaf that is still open was paid for out of its subtree's width: so many are left of it.
+    # Every open leaf was counted in its subtree's width: their number is what remains of it.
     members: dict[int, list[int]] = {}
     for i, leaf in enumerate(leaves):
         members.setdefault(leaf.branches[1], []).append(i)

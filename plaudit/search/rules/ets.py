@@ -1,15 +1,15 @@
-"""ETS (arXiv 2502.13575): REBASE over the leaves that a programme keeps.
+"""ETS (arXiv 2502.13575): REBASE over the leaves selected by an integer program.
 
-A leaf's value is its share of REBASE's counts; a branch that only weak leaves need costs more than it brings, and every
-cluster that keeps a leaf brings something. The full width then goes to the survivors, so that ETS generates as much as
-REBASE does, from fewer parents: with less KV. Differences from the original:
+A leaf's value is its share of REBASE's counts; a branch needed only by weak leaves costs more than it adds, and every
+cluster with a kept leaf adds a bonus. The full width then goes to the kept leaves, so that ETS generates as many steps
+as REBASE, from fewer parents: with less KV cache. Differences from the original:
 
-1. Leaves that repeat each other word for word are one leaf of the programme, with the sum of their values.
+1. Leaves that repeat each other word for word are one leaf of the program, with the sum of their values.
 2. `cost = "tokens"` charges a node its tokens, the prompt's once, instead of 1.
-3. `kv_budget` allows so many tokens in place of a price: `branch_weight` then counts nothing.
-4. The programme is solved as the tree it is, exactly (`tree_programme`); HiGHS has budgets and what branches too far.
-5. With branch_weight 0 and no budget every leaf is kept, as in the original, without asking a solver.
-6. Where the solver finds nothing in its time the level is REBASE's, and the choice says so.
+3. `kv_budget` sets a limit of tokens instead of a price: `branch_weight` is then ignored.
+4. The program is solved exactly as a tree (`tree_programme`); HiGHS solves budgets and cases with too much branching.
+5. With branch_weight 0 and no budget every leaf is kept, as in the original, without a solver.
+6. If the solver finds no solution in time, the level uses REBASE, which is recorded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from plaudit.search.tree.tree_programme import solve_covering, solve_tree
 
 @dataclass(frozen=True, slots=True)
 class Ets:
-    """branch_weight   the paper's lambda_b, its published configurations' `lambdac`
+    """branch_weight   the paper's lambda_b, `lambdac` in its published configurations
     cluster_weight  lambda_d, `lambdas`
-    time_limit      seconds for one programme
-    gap             a solution within this part of the bound is good enough
+    time_limit      seconds for one program
+    gap             a solution within this fraction of the bound is accepted
     """
 
     temperature: float = 0.2
@@ -70,7 +70,7 @@ class Ets:
         return solve_covering(programme, self.time_limit, self.gap)
 
     def programme(self, frontier: Frontier, counts: Sequence[int]) -> tuple[Programme, list[list[int]]]:
-        """The programme of a frontier with these counts, and for each of its leaves the places that it stands for."""
+        """The program of a frontier with these counts, and for each of its leaves the positions that it represents."""
         twins: dict[int, list[int]] = {}
         for i, leaf in enumerate(frontier.leaves):
             twins.setdefault(leaf.twin, []).append(i)
@@ -85,7 +85,7 @@ class Ets:
         covering = self.cluster_weight > 0 and len(groups) > 1
         budget = self.kv_budget
         if budget is not None:
-            # A budget that not even one leaf fits into would leave nothing to search.
+            # A budget smaller than the cheapest leaf would leave nothing to search.
             cheapest = min(c + sum(branch_costs[j] for j in a) for c, a in zip(leaf_costs, above, strict=True))
             budget = max(budget, cheapest)
         programme = Programme(

@@ -1,10 +1,10 @@
-"""Which child a tree search visits next: PUCT with PRM values, as in OpenR.
+"""Selects the child that a tree search visits next: PUCT with PRM values, as in OpenR.
 
     Q + P * (ln((N_parent + 19652 + 1) / 19652) + 1.25) * sqrt(N_parent) / (1 + n_child)
 
-Q is the mean of the values that were backed up through the child, and until it is visited its own score. P is the
-share of its probability among its siblings': exp of the mean log-prob of its tokens, or the same for all where the
-generating server gives none.
+Q is the mean of the values backed up through the child, or its own score until it is visited. P is the share of its
+probability among its siblings: exp of the mean log-prob of its tokens, or uniform if the server
+returns none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BASE, _INITIAL = 19652, 1.25
 
 @dataclass(slots=True)
 class Visits:
-    """What a search remembers of a node."""
+    """The visit statistics of a node."""
 
     score: float
     prior: float = 1.0
@@ -31,7 +31,7 @@ class Visits:
 
 
 def puct(parent: int, children: Sequence[Visits]) -> int:
-    """The place of the child to visit; the first of equals. `parent` is how often the parent was visited."""
+    """The index of the child to visit; the first of equals. `parent` is the number of visits of the parent."""
     priors = sum(child.prior for child in children)
     weight = math.log((parent + _BASE + 1) / _BASE) + _INITIAL
 

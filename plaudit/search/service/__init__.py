@@ -1,1 +1,1 @@
-"""Search behind HTTP, on a server that has a policy and a process model."""
+"""Search over HTTP, on a server with a policy and a process model."""

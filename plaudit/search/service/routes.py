@@ -1,7 +1,7 @@
-"""POST /v1/search, and OpenAI's chat completions whose body has a `search`: an answer that was searched for.
+"""POST /v1/search, and OpenAI's chat completions with a field `search`: answers found by tree search.
 
-The policy and the judge are models of the server: steps of all searches are generated and scored in the batches of all
-requests. A search waits in a thread of its own; a client that goes away ends it at once.
+The policy and the PRM are models of the server: steps of all searches are generated and scored in the batches of all
+requests. A search runs in its own thread; when its client disconnects it is stopped.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class SearchRoutes:
     def routes(self) -> list[Route]:
         native = Route(
             "POST", "/v1/search", "key", self.search, "native", True,
-            "A tree search for the answer to a question, by a causal LM and a process model", fields=True,
+            "Tree search for an answer, with a causal LM and a process model", fields=True,
         )  # fmt: skip
         chat = Route(
             "POST", "/v1/chat/completions", "key", self.chat, "openai", True,
-            "With a field `search`: an answer that was searched for", wire.write_error,
+            "With a field `search`: an answer found by tree search", wire.write_error,
             lambda fields: fields.get("search") is not None, True,
         )  # fmt: skip
         return [native, chat]
@@ -84,7 +84,7 @@ class SearchRoutes:
         return Reply.json({**head, "choices": [choice], "usage": result["usage"], "search": _details(result)})
 
     async def _begin(self, request: Request, wanted: SearchRequest) -> tuple[RunningSearch, dict[str, Any]]:
-        """The search, begun, and what its reply says of it."""
+        """Starts the search; returns it with the fields that describe it in the reply."""
         served, intake = find_writer(self.scoring, wanted.model)
         judge = self._judge(wanted.prm)
         question = await _question(request, wanted, served, intake)
@@ -100,7 +100,7 @@ class SearchRoutes:
         if self._open >= self.table.concurrent:
             self.scoring.models.metrics.rejected.labels("overload").inc()
             raise HttpError(
-                self._overload_status, "overloaded", f"{self._open} searches are under way, at most "
+                self._overload_status, "overloaded", f"{self._open} searches are in progress; the limit is "
                 f"{self.table.concurrent}; try again in 1 s", retry_after=1,
             )  # fmt: skip
         calls = LoopCalls(request, asyncio.get_running_loop())
@@ -129,16 +129,17 @@ class SearchRoutes:
         aliases = self.scoring.aliases
         if name is None and not {PROCESS_MODEL, REWARD_MODEL} & aliases.keys():
             raise HttpError(
-                404, "unknown_model", "no model here scores steps: serve one, plaudit serve --model NAME=DIR"
+                404, "unknown_model", "no served model scores steps: serve one with plaudit serve --model NAME=DIR"
             )
         judge = self.scoring.find(name or (PROCESS_MODEL if PROCESS_MODEL in aliases else REWARD_MODEL))
         if judge.kind in ("logprobs", "embedding"):
             raise HttpError(
-                422, "wrong_kind", f"{judge.name} is of kind {judge.kind} and gives no score: name a process model as "
+                422, "wrong_kind", f"{judge.name} is of kind {judge.kind} and returns no scores: set a process model "
+                "as "
                 "prm, or for best-of-n an outcome model",
             )  # fmt: skip
         if isinstance(judge, ServedModel):
-            judge.intake()  # 503 while it loads
+            judge.intake()  # 503 while it is loading
         return judge
 
     def _result(
@@ -179,7 +180,7 @@ class SearchRoutes:
     async def _chunks(
         self, request: Request, search: RunningSearch, about: dict[str, Any], with_usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        """A stream as OpenAI's clients read it: rounds are comments, which keep the connection up."""
+        """An OpenAI stream: rounds are sent as comments, which keep the connection open."""
         try:
             rounds, progress = await _first_round(search)
             yield b""
@@ -204,7 +205,7 @@ class SearchRoutes:
 
 
 async def _first_round(search: RunningSearch) -> tuple[AsyncIterator[dict[str, Any]], dict[str, Any] | None]:
-    """Its rounds, and the first of them: what fails before it has the status of its error, and no stream begins."""
+    """The rounds and the first of them: errors before it set the HTTP status, and no stream begins."""
     rounds = search.rounds()
     progress = await anext(rounds, None)
     if progress is None:
@@ -230,9 +231,9 @@ async def _stream(parts: AsyncGenerator[bytes, None]) -> Reply:
 
 
 def _content(result: dict[str, Any]) -> str:
-    """The response that the answer was read from."""
+    """The response that contains the answer."""
     if result["response"] is None:
-        raise HttpError(422, "no_answer", f"the search came to no answer: {result['stopped']}")
+        raise HttpError(422, "no_answer", f"the search found no answer: {result['stopped']}")
     return str(result["response"])
 
 

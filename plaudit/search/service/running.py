@@ -1,4 +1,4 @@
-"""One search of the server, in a thread of its own, as the event loop sees it."""
+"""A search of the server, in its own thread, as seen by the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plaudit.serve.http.message import HttpError
 
 
 class RunningSearch:
-    """calls   of its thread to the loop; stopping them ends the search"""
+    """calls   calls from its thread to the event loop; stopping them ends the search"""
 
     def __init__(
         self, recipe: SearchRecipe, question: Question, calls: LoopCalls, policy: ServedPolicy, judge: ServedJudge,
@@ -44,15 +44,15 @@ class RunningSearch:
         self.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._rounds.put_nowait, None))
 
     async def rounds(self) -> AsyncIterator[dict[str, Any]]:
-        """How far it is, after every round, until it is over."""
+        """Progress after every round, until the search is over."""
         while (progress := await self._rounds.get()) is not None:
             yield progress
 
     async def outcome(self) -> Outcome:
-        """HttpError if it has none. A search that its deadline ends has the answers that it came to by then."""
+        """The outcome; HttpError if there is none. A search ended by its deadline has the answers found until then."""
         outcome, error = await asyncio.shield(asyncio.wrap_future(self.future))
         if error is None:
-            assert outcome is not None, "only a search that nobody waits for ends without an outcome"
+            assert outcome is not None, "only a cancelled search ends without an outcome"
             return outcome
         cause = error.cause if isinstance(error, Interrupted) else HttpError(500, "search_failed", str(error))
         if cause.type != "deadline" or outcome is None or outcome.answer is None:

@@ -1,4 +1,4 @@
-"""The body of a search request, and the recipe that it becomes within the server's limits."""
+"""Parses the body of a search request, and builds its recipe within the server's limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MOST_SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """prompt    a text; None where `chat` has messages
-    options   the object `search`: keys of a recipe's [search], and below `steps` and `budget` those of these tables
+    """prompt    a text; None if `chat` has messages
+    options   the object `search`: keys of a recipe's [search], with `steps` and `budget` for these tables
     """
 
     model: str | None
@@ -40,11 +40,11 @@ class SearchRequest:
 
 
 def read_search(fields: Mapping[str, Any]) -> SearchRequest:
-    """The body of /v1/search."""
+    """Parses the body of /v1/search."""
     _known(fields, FIELDS, "")
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if (prompt is None) == (messages is None):
-        raise _wrong("give either prompt, a text, or messages, and not both")
+        raise _wrong("expected either prompt, a text, or messages")
     if prompt is not None and not isinstance(prompt, str):
         raise _wrong(f"prompt is a {type(prompt).__name__}; expected one text")
     stream = fields.get("stream")
@@ -58,15 +58,15 @@ def read_search(fields: Mapping[str, Any]) -> SearchRequest:
 
 
 def read_searched_chat(fields: Mapping[str, Any]) -> SearchRequest:
-    """A chat completion that asks for a search. What it says of sampling is said of the steps."""
+    """Parses a chat completion with a search. Its sampling fields apply to the steps."""
     chat = wire.read_chat(fields)
     if chat.n not in (None, 1):
-        raise _wrong(f"n is {chat.n}: a search gives one answer; leave n out, search.width is the number of paths")
+        raise _wrong(f"n is {chat.n}, but a search returns one answer; remove n, search.width is the number of paths")
     if chat.stops:
-        raise _wrong("stop ends a whole answer, which a search cannot do; search.steps.stop ends a step")
+        raise _wrong("stop is not supported in a search; search.steps.stop ends a step")
     for name in ("logprobs", "top_k", "min_p", "min_tokens", "logit_bias", "stop_token_ids", "ignore_eos"):
         if getattr(chat, name):
-            raise _wrong(f"{name} is not supported in a search: leave it out")
+            raise _wrong(f"{name} is not supported in a search; remove it")
     options = dict(_object(fields, "search"))
     prm = _name(options, "prm")
     options.pop("prm", None)
@@ -77,8 +77,8 @@ def read_searched_chat(fields: Mapping[str, Any]) -> SearchRequest:
 
 
 def recipe_of(wanted: SearchRequest, table: SearchServiceTable, stop: str, most_tokens: int) -> SearchRecipe:
-    """stop   what ends a step in the process model's format
-    room   tokens of the policy's positions that the prompt leaves
+    """stop   the text that ends a step in the process model's format
+    room   tokens of the policy's positions left by the prompt
     """
     options = wanted.options
     _known(options, (*RULE, "steps", "budget"), "search.")
@@ -98,8 +98,8 @@ def recipe_of(wanted: SearchRequest, table: SearchServiceTable, stop: str, most_
         defaults_of_rule["ground"] = None
     elif rule.get("ground", table.rule.ground) is None:
         raise _wrong(
-            'search.method is "auto", and a server has no right answers to measure by: give search.ground, '
-            '{"steps", "accuracy", "auc"} as `plaudit search --method auto` measures it, or name a method'
+            'search.method is "auto", but a server has no correct answers to measure with: set search.ground, '
+            '{"steps", "accuracy", "auc"} as measured by `plaudit search --method auto`, or set a method'
         )
     tree = {
         "seed": wanted.seed, "model": {"path": "policy"}, "data": {"path": "request"}, "prm": {"path": "prm"},
@@ -111,13 +111,13 @@ def recipe_of(wanted: SearchRequest, table: SearchServiceTable, stop: str, most_
     except ConfigError as error:
         raise _wrong(str(error)) from None
     if recipe.search.width > table.max_width:
-        raise _wrong(f"search.width is {recipe.search.width}; this server searches at most {table.max_width} paths")
+        raise _wrong(f"search.width is {recipe.search.width}; the limit of this server is {table.max_width}")
     most = min(recipe.budget.generated or table.max_generated, table.max_generated)
     return recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"generated": most})})
 
 
 def _after(mark: Any) -> str:
-    """A pattern for the rest of the line behind a mark. A mark is a text: a client's pattern might take for ever."""
+    """A pattern for the rest of the line after a mark. A mark is plain text: a client's regex might run forever."""
     if not isinstance(mark, str) or not 0 < len(mark) <= LONGEST_MARK:
         raise _wrong(f"search.steps.answer_after must be a text of 1 to {LONGEST_MARK} characters")
     return re.escape(mark) + r"[^\S\n]*([^\n]*[^\s])"
@@ -144,7 +144,7 @@ def _name(fields: Mapping[str, Any], key: str) -> str | None:
 
 
 def _seed(value: Any) -> int:
-    """Without one it is drawn, and told."""
+    """A missing seed is drawn at random, and returned in the reply."""
     if value is None:
         return secrets.randbits(31)
     if type(value) is not int or not 0 <= value < MOST_SEEDS:

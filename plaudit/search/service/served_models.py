@@ -1,6 +1,6 @@
-"""A server's own models as the policy and the scorer of a search: what a search's thread asks, the event loop does.
+"""A server's models as policy and scorer of a search: calls from the search's thread run on the event loop.
 
-Each call is a part of the request that the search answers: its deadline, its key's share and its quotas count.
+Each call counts as part of the request: its deadline, its key's share and its quotas apply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GONE = ("model_failed", "model_closed")
 
 
 class Interrupted(PlauditError):
-    """A search cannot go on. `cause` is what its client is told."""
+    """The search cannot continue. `cause` is the error for its client."""
 
     def __init__(self, cause: HttpError) -> None:
         super().__init__(str(cause))
@@ -39,7 +39,7 @@ class Interrupted(PlauditError):
 
 
 class LoopCalls:
-    """Calls from a search's thread to the loop, one at a time. Overload is waited out, as a client would."""
+    """Calls from a search's thread to the event loop, one at a time. Retries on overload, as a client would."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
@@ -47,7 +47,8 @@ class LoopCalls:
         self._loop = loop
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
-        self._context = contextvars.copy_context()  # the request's: it decides which version of a model answers
+        # the request's context: it determines which version of a model answers
+        self._context = contextvars.copy_context()
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         while True:
@@ -61,7 +62,7 @@ class LoopCalls:
                 self.stopped.wait(min(error.retry_after or 1, max(0.0, self.request.deadline - time.monotonic())))
 
     def stop(self) -> None:
-        """Nobody waits for the search any more. From any thread."""
+        """Cancel the search. Thread-safe."""
         with self._lock:
             self.stopped.set()
             if self._future is not None:
@@ -77,7 +78,7 @@ class LoopCalls:
 
 
 class ServedPolicy:
-    """A causal LM of the server. It keeps the KV of paths by itself, as long as there is room."""
+    """A causal LM of the server, which caches the KV of paths as long as there is space."""
 
     def __init__(self, calls: LoopCalls, scoring: ScoringService, served: ServedModel, steps: StepsTable) -> None:
         self.steps = steps
@@ -94,10 +95,10 @@ class ServedPolicy:
         return [self._steps(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
 
     def release(self, places: Sequence[Any]) -> None:
-        """The worker forgets by itself what is not asked for again."""
+        """Does nothing: the worker evicts unused entries itself."""
 
     def close(self) -> None:
-        """The model is the server's."""
+        """Does nothing: the model belongs to the server."""
 
     def _sampling(self, ask: Ask) -> Sampling:
         steps = self.steps
@@ -135,7 +136,7 @@ class ServedJudge:
         self._served = served
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        assert not hidden, "a server's searches have clusters by text"
+        assert not hidden, "searches on a server can only cluster by text"
         request = self._calls.request
         scored = self._calls.call(lambda: self._scoring.score(request, self._served, items_of(paths)))
         for result in scored.results:
@@ -144,11 +145,11 @@ class ServedJudge:
         return [*map(whole_score, scored.results)] if self.whole else last_scores(paths, scored.results)
 
     def release(self, places: Sequence[Any]) -> None:
-        """The worker forgets by itself what is not asked for again."""
+        """Does nothing: the worker evicts unused entries itself."""
 
     def close(self) -> None:
-        """The model is the server's."""
+        """Does nothing: the model belongs to the server."""
 
 
 def _gone() -> Interrupted:
-    return Interrupted(HttpError(499, "disconnected", "the client went away"))
+    return Interrupted(HttpError(499, "disconnected", "the client disconnected"))

@@ -1,2 +1,2 @@
-"""A question's tree: nodes, their costs, the frontier, and the programmes that share a budget over it. No torch, no
-models."""
+"""A question's tree: nodes, their costs, the frontier, and the integer programs that select leaves. Needs no torch and
+no models."""

@@ -1,11 +1,12 @@
-"""How many children each leaf gets: REBASE's apportionment (arXiv 2408.00724), in exact arithmetic.
+"""The number of children of each leaf: REBASE's apportionment (arXiv 2408.00724), in exact arithmetic.
 
-With the leaves in falling order of score, leaf i gets ceil(w_left * e_i / E_left), where e_i = exp(score_i / T), E_left
-is the sum of the weights not yet served and w_left the width not yet given. So the counts sum to the width, never rise
-along the order, and the weakest get none. The original subtracts floats, and can overshoot by one or divide 0 by 0:
+With the leaves in descending order of score, leaf i gets ceil(w_left * e_i / E_left), where e_i = exp(score_i / T),
+E_left is the sum of the weights not yet served and w_left the width not yet assigned. So the counts sum to the width,
+never rise along the order, and the weakest get none. The original subtracts floats, and can overshoot by one or divide
+0 by 0:
 
-1. weights are shifted by the greatest score: no overflow;
-2. the quotients are those of whole numbers: the float weights, taken as they are, without rounding.
+1. weights are shifted by the maximum score: no overflow;
+2. quotients are computed with integers: the float weights are converted exactly.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _BITS = 1130  # enough for every float from 0 to 1 to be a whole number of 2**-1
 
 
 def rebase(scores: Sequence[float], width: int, temperature: float = 0.2) -> list[int]:
-    """Children for each leaf; `width` in sum."""
+    """Children for each leaf; their sum is `width`."""
     check_finite(scores)
     if temperature <= 0 or width < 0:
-        raise RequestError(f"REBASE needs a temperature above 0 and a width of 0 or more: {temperature}, {width}")
+        raise RequestError(
+            f"temperature is {temperature} and width {width}; expected a temperature above 0 and a width of 0 or more"
+        )
     top = max(scores, default=0.0)
     return apportion([math.exp((score - top) / temperature) for score in scores], width)
 
@@ -42,11 +45,11 @@ def apportion(weights: Sequence[float], width: int) -> list[int]:
 
 
 def even(count: int, width: int) -> list[int]:
-    """`width` children over `count` leaves, the first ones getting one more where it does not divide."""
+    """`width` children over `count` leaves; if not divisible, the first ones get one more."""
     return [width // count + (i < width % count) for i in range(count)]
 
 
 def check_finite(scores: Sequence[float]) -> None:
     for i, score in enumerate(scores):
         if not math.isfinite(score):
-            raise RequestError(f"the score of leaf {i} is {score}: a rule needs finite numbers; see what the PRM gives")
+            raise RequestError(f"the score of leaf {i} is {score}; expected a finite number; check the PRM's output")

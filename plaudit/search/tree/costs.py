@@ -1,4 +1,4 @@
-"""What a search of one question cost."""
+"""The costs of searching one question."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(slots=True)
 class Costs:
-    """kv_tokens  summed over rounds: the tokens of distinct beginnings of all open paths, the prompt included, before
-               anything is pruned (ETS's measure); paths that are over no longer count
-    kv_peak    the most in one round
-    generated  tokens that were drawn, also those that repeat a sibling's
-    calls      steps that were drawn
-    scored     paths that the PRM was given; twins are not given again
-    prm_tokens tokens the PRM computed for them, where it runs here
-    seconds    from the first round to the last, other questions' work included
-    solver, clustering   seconds spent on programmes and on clusters
-    unsolved   programmes whose solution is not proven best
+    """kv_tokens  summed over rounds: the tokens of distinct prefixes of all open paths, including the prompt, before
+               pruning (ETS's measure); finished paths no longer count
+    kv_peak    the maximum of one round
+    generated  sampled tokens, including those that repeat a sibling's
+    calls      sampled steps
+    scored     paths sent to the PRM; twins are not sent again
+    prm_tokens tokens the PRM computed for them, if it runs in this process
+    seconds    from the first round to the last, including work for other questions
+    solver, clustering   seconds spent on integer programs and on clustering
+    unsolved   integer programs not solved to optimality
     """
 
     kv_tokens: int = 0
@@ -46,7 +46,7 @@ class Costs:
 
 
 def totals(costs: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Sums over questions; of peaks the greatest."""
+    """Sums over questions; maxima of peaks."""
     sums: dict[str, float] = {}
     for cost in costs:
         for name, value in cost.items():

@@ -1,4 +1,4 @@
-"""What a rule sees of a search: the leaves that may be expanded, and nothing of models, tokens or text."""
+"""The input of a rule: the leaves that may be expanded, without models, tokens or text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Leaf:
     """score     of the path to it
     branches  ids of its proper ancestors, the root first
     tokens    of its own step
-    cluster   steps that say nearly the same have the same number
-    twin      the leaf it repeats word for word; its own id if none
-    times     how often it was gone on from; 0 but for nodes that a search returns to
+    cluster   similar steps have the same number
+    twin      the leaf that it repeats word for word; its own id if none
+    times     how often it was expanded; not 0 only for nodes that a search returns to
     """
 
     id: int
@@ -31,7 +31,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """width     children that may still be made: the search's width less its leaves that are over
+    """width     children that may still be created: the search's width minus its finished leaves
     whole     the search's width
     tokens    of every branch's step; the root's are the prompt
     """
@@ -46,7 +46,7 @@ class Frontier:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """counts    children for each leaf of the frontier, in its order; 0 prunes
-    solver    of a rule that solves a programme: how that went
+    solver    the solver's status, for a rule with an integer program
     """
 
     counts: Sequence[int]

@@ -1,4 +1,4 @@
-"""Which leaves to keep: ETS's integer programme (arXiv 2502.13575), solved by HiGHS.
+"""Selects the leaves to keep: ETS's integer program (arXiv 2502.13575), solved by HiGHS.
 
     maximise    sum_i value_i x_i  -  branch_weight * kept cost / whole cost  +  cluster_weight * covered / clusters
     subject to  y_j >= x_i for every branch j above leaf i;  c_k <= sum of x_i in cluster k;  sum x_i >= 1
@@ -6,11 +6,11 @@
 
 x_i keeps a leaf, y_j a branch, c_k covers a cluster. Differences from the original:
 
-1. `y_j <= sum x_i` is left out: a branch costs, so none is kept that no leaf needs. y and c are then whole numbers
-   wherever x is, and only x must be declared so.
-2. A cost is per node and given by the caller: 1 each as in the paper, or tokens.
-3. There is a time limit; status and gap are reported. When time is up the best solution found counts, and is said to be
-   no more than that. `tree_programme` solves the same without it, and mostly sooner.
+1. `y_j <= sum x_i` is omitted: a branch has a cost, so none is kept that no leaf needs. y and c are then integers
+   wherever x is, and only x must be declared as integer.
+2. A cost is per node and set by the caller: 1 each as in the paper, or tokens.
+3. There is a time limit; status and gap are reported. On timeout the best solution so far is used, and marked as not
+   optimal. `tree_programme` solves the same without HiGHS, and mostly faster.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STATUS = {0: "optimal", 1: "time limit", 2: "infeasible", 3: "unbounded", 4: "f
 @dataclass(frozen=True, slots=True)
 class Programme:
     """values    of leaves
-    above     per leaf, the branches above it, as places in `branch_costs`
+    above     per leaf, the branches above it, as indices into `branch_costs`
     clusters  per leaf, its cluster from 0 on
-    budget    the most that kept leaves and branches may cost; None: no limit
+    budget    the maximum total cost of kept leaves and branches; None: no limit
     """
 
     values: Sequence[float]
@@ -50,7 +50,7 @@ class Programme:
         return len(set(self.clusters))
 
     def cost(self, kept: Sequence[int]) -> float:
-        """Of leaves, given by place, with the branches above them."""
+        """The cost of leaves, given by index, and the branches above them."""
         branches = {j for i in kept for j in self.above[i]}
         return math.fsum([*(self.leaf_costs[i] for i in kept), *(self.branch_costs[j] for j in branches)])
 
@@ -62,8 +62,8 @@ class Programme:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """kept    leaves by place, rising; empty where no solution was found in time
-    gap     between the objective and its bound, relative; 0 where it is proven best
+    """kept    leaves by index, ascending; empty if no solution was found in time
+    gap     relative gap between the objective and its bound; 0 if proven optimal
     """
 
     kept: tuple[int, ...]
@@ -86,7 +86,7 @@ def solve(programme: Programme, time_limit: float = 5.0, gap: float = 0.0) -> So
     gain[leaves : leaves + branches] = -scale * np.asarray(programme.branch_costs)
     gain[leaves + branches :] = programme.cluster_weight / max(1, len(clusters))
 
-    # Row by row: (column, coefficient) with a lower bound of 0, except where said.
+    # Row by row: (column, coefficient) with a lower bound of 0 unless set.
     rows: list[list[tuple[int, float]]] = [
         [(leaves + j, 1.0), (i, -1.0)] for i, above in enumerate(programme.above) for j in above
     ]

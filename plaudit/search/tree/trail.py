@@ -1,4 +1,4 @@
-"""The paths to the nodes that a search goes on from, each made from the one above it and not from the root."""
+"""The paths to the nodes that may be expanded, each built from its parent's instead of from the root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plaudit.search.tree.tree import Node, Tree
 class Trail:
     """ids    prompt and steps
     text   of the steps
-    key    what seeds are made of, as far as the steps' tokens say it
+    key    hash state for seeds, updated with the steps' tokens
     """
 
     ids: tuple[int, ...]
@@ -22,8 +22,8 @@ class Trail:
     key: Any
 
     def seed(self, drawn: int) -> int:
-        """A seed of 63 bits that is the path's own: it gets the same steps in every method and every batch. Where a
-        search comes back to a node with children for more, they are not to be those it has."""
+        """A 63-bit seed specific to the path: it gets the same steps in every method and every batch. When more
+        children are sampled for a node later, they differ from the existing ones."""
         key = self.key.copy()
         key.update((f"{len(self.text)} {drawn}" if drawn else f"{len(self.text)}").encode())
         return int.from_bytes(key.digest(), "big") >> 1
@@ -35,7 +35,7 @@ class Trail:
 
 
 class Trails:
-    """Of one question. `seed` is the run's."""
+    """The trails of one question. `seed` is the run's."""
 
     def __init__(self, tree: Tree, seed: int, question: int) -> None:
         self.tree = tree
@@ -59,7 +59,7 @@ class Trails:
         return trail
 
     def ids(self, ids: Iterable[int]) -> list[tuple[int, ...]]:
-        """Prompt and steps of each, for nodes that need not be known afterwards."""
+        """Prompt and steps of each node, without storing trails for them."""
         known, nodes = self._known, self.tree.nodes
         return [
             self.of(id).ids if id in known or nodes[id].parent < 0 else self.of(nodes[id].parent).ids + nodes[id].tokens

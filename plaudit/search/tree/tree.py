@@ -1,7 +1,7 @@
-"""The tree of one question: what was generated, what it scored, what became of it, and what it cost.
+"""The tree of one question: generated steps, their scores, states and costs.
 
-A node is one step. Siblings that say the same are each kept, and all but the first are twins of it: they share its KV,
-its score and, if they are expanded, its children.
+A node is one step. Identical siblings are all kept, and all but the first are twins of it: they share its KV cache, its
+score and, if they are expanded, its children.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ROOT = 0
 
 @dataclass(slots=True)
 class Node:
-    """state    open: may be expanded; expanded: was; pruned: the rule gave it no children; finished: has an answer;
-             cut: ran out of tokens or levels before its answer; failed: `error` says why
-    tokens   the step's token ids; where a server gives none, one -1 for each of them
+    """state    open: may be expanded; expanded; pruned: the rule gave it no children; finished: has an answer;
+             cut: reached the limit of tokens or levels before its answer; failed: `error` has the reason
+    tokens   the step's token ids; if a server returns none, one -1 for each of them
     score    of this step; None until it is scored
-    value    of the path to here, by which rules go
+    value    of the path to here, used by rules
     twin     the first sibling with the same tokens; itself if it is the first
     """
 
@@ -48,7 +48,8 @@ class Tree:
         self._firsts: dict[tuple[int, tuple[int, ...], str], int] = {}
         self._branches: list[tuple[int, ...]] = [()]
         self._drawn = [0]
-        self._distinct: dict[int, tuple[set[int], int]] = {}  # children that were needed together, and their tokens
+        # children that were requested together, and their number of tokens
+        self._distinct: dict[int, tuple[set[int], int]] = {}
 
     def add(self, parent: int, tokens: Sequence[int], text: str, state: State, round: int) -> Node:
         above = self.nodes[parent]
@@ -64,7 +65,7 @@ class Tree:
         return node
 
     def drawn(self, id: int) -> int:
-        """How many children were drawn for it so far."""
+        """The number of children sampled for it so far."""
         return self._drawn[id]
 
     def branches(self, id: int) -> tuple[int, ...]:
@@ -94,7 +95,7 @@ class Tree:
         return (node for node in self.nodes if node.state == state)
 
     def kv_tokens(self, leaves: Iterable[int]) -> int:
-        """Tokens whose KV the paths to these nodes need: every distinct beginning once, the prompt included."""
+        """Tokens in the KV cache of the paths to these nodes: every distinct prefix once, including the prompt."""
         nodes, seen, siblings = self.nodes, set[int](), dict[int, list[int]]()
         for leaf in leaves:
             id = nodes[leaf].twin
@@ -108,7 +109,7 @@ class Tree:
             if len(needed) == 1:
                 total += len(nodes[needed[0]].tokens)
                 continue
-            # Of most parents the same children are needed level after level.
+            # For most parents the same children are requested level after level.
             cached = self._distinct.get(parent)
             if cached is None or cached[0] != set(needed):
                 cached = self._distinct[parent] = (set(needed), distinct_tokens(nodes[id].tokens for id in needed))
@@ -123,7 +124,7 @@ def distinct_tokens(sequences: Iterable[Sequence[int]]) -> int:
     for sequence in sorted(map(tuple, sequences)):
         shared = 0
         for a, b in zip(before, sequence, strict=False):
-            if a != b or a < 0:  # -1 stands for a token that nobody named
+            if a != b or a < 0:  # -1 stands for an unknown token
                 break
             shared += 1
         total += len(sequence) - shared

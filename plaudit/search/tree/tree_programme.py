@@ -1,12 +1,12 @@
-"""The programme solved by what it is: a tree.
+"""Solves the integer program by exploiting its tree structure.
 
-Without clusters it is the best closed part of a tree, found bottom up in linear time: what a branch is worth is the sum
-of its children that are worth something, less its own cost; what is worth nothing goes. At least one leaf stays: where
-nothing under a branch pays, the best of it counts instead of nothing.
+Without clusters it is the best closed subtree, computed bottom up in linear time: the value of a branch is the sum of
+its children with positive value, minus its own cost; branches without positive value are removed. At least one leaf
+stays: if nothing under a branch has positive value, the best child counts instead.
 
-With clusters it is branch and bound over the same. Paying a cluster's bonus to every one of its leaves gives a bound.
-Where the best part keeps several leaves of a cluster the bonus was paid too often: then one of them is named for it,
-each in turn, and no other leaf of the cluster is paid.
+With clusters it is branch and bound over the same recursion. Adding a cluster's bonus to each of its leaves gives a
+bound. If the best subtree keeps several leaves of a cluster the bonus was counted too often: then the search branches
+over which of them gets it, and no other leaf of the cluster does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from itertools import pairwise
 
 from plaudit.search.tree.programme import Programme, Solution, solve
 
-EVALUATIONS = 60  # after which HiGHS is the better hand
+EVALUATIONS = 60  # after which HiGHS is used
 _EQUAL = 1e-12
 
 
 class TreeSolver:
-    """The tree of a programme, laid out once; `best` then costs one pass over it."""
+    """The tree of a program, prepared once; `best` then needs one pass over it."""
 
     def __init__(self, programme: Programme) -> None:
         if programme.budget is not None:
-            raise ValueError("the tree programme does not support budgets")
+            raise ValueError("the tree solver does not support budgets")
         scale = programme.branch_weight / programme.whole_cost
         self.gains = [v - scale * c for v, c in zip(programme.values, programme.leaf_costs, strict=True)]
         self.costs = [scale * cost for cost in programme.branch_costs]
-        below: dict[int, dict[int, None]] = {}  # branches by place; leaf i is -1 - i
+        below: dict[int, dict[int, None]] = {}  # branches by index; leaf i is -1 - i
         tops: dict[int, None] = {}
         for i, above in enumerate(programme.above):
             line = [*above, -1 - i]
@@ -43,7 +43,7 @@ class TreeSolver:
         self.upward = _children_first(self.tops, self.below)
 
     def best(self, bonus: Mapping[int, float]) -> tuple[float, list[int]]:
-        """The value of the best part and its leaves, where leaf i is worth bonus[i] more."""
+        """The value of the best subtree and its leaves, if leaf i is worth bonus[i] more."""
         worth = {-1 - i: gain + bonus.get(i, 0.0) for i, gain in enumerate(self.gains)}
         chosen: dict[int, list[int]] = {}
         for branch in self.upward:
@@ -61,12 +61,12 @@ class TreeSolver:
 
 
 def solve_tree(programme: Programme) -> Solution:
-    """The programme without clusters and budget."""
+    """Solves the program without clusters and budget."""
     return Solution(tuple(TreeSolver(programme).best({})[1]), "optimal")
 
 
 def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0.0) -> Solution:
-    """The programme with clusters, exactly; by HiGHS where branching does not end soon."""
+    """Solves the program with clusters exactly; with HiGHS if branching takes too long."""
     solver = TreeSolver(programme)
     deadline = time.monotonic() + time_limit
     members: dict[int, list[int]] = {}
@@ -85,7 +85,7 @@ def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0
         bound, kept = solver.best(bonus)
         paid = _paid(kept, bonus, programme.clusters)
         value = bound - pay * sum(count - 1 for count in paid.values())
-        # A leaf that is kept without its cluster's bonus covers it all the same.
+        # A leaf kept without its cluster's bonus still covers the cluster.
         value += pay * len({programme.clusters[i] for i in kept} - paid.keys())
         if value > best_value:
             best_value, best_kept = value, tuple(kept)
@@ -94,7 +94,8 @@ def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0
             continue
         cluster = max(twice, key=lambda c: paid[c])
         others = {i: b for i, b in bonus.items() if programme.clusters[i] != cluster}
-        for i in sorted(members[cluster], key=lambda i: (i in kept, solver.gains[i])):  # the likeliest is popped first
+        # the most likely one is popped first
+        for i in sorted(members[cluster], key=lambda i: (i in kept, solver.gains[i])):
             stack.append((bound, {**others, i: pay}))
     stack = [entry for entry in stack if entry[0] > best_value + _EQUAL]
     if not stack:
@@ -103,7 +104,7 @@ def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0
 
 
 def _paid(kept: Sequence[int], bonus: Mapping[int, float], clusters: Sequence[int]) -> dict[int, int]:
-    """How many kept leaves of each cluster are paid its bonus."""
+    """How many kept leaves of each cluster were counted with its bonus."""
     paid: dict[int, int] = {}
     for i in kept:
         if i in bonus:

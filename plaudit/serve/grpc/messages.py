@@ -1,7 +1,7 @@
-"""The messages of KServe's v2 protocol and of Triton's extensions to it, as far as the server has something to say.
+"""Protobuf messages of KServe's v2 protocol and Triton's extensions to it, limited to the fields the server uses.
 
-Declared here by their names and numbers, in a pool of their own: nothing generated is needed, and a program that also
-has Triton's own declarations does not see these.
+They are declared here by name and number in a separate descriptor pool: no generated code is needed, and they do not
+conflict with Triton's own declarations in the same program.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SCHEMA = {
     "ModelIndex": "name:string=1 version:string=2 state:string=3 reason:string=4",
     "RepositoryIndexResponse": "models:ModelIndex*=1",
 }
-# Of ModelInput and ModelOutput, which have it as an enumeration; on the wire that is an int32.
+# ModelInput and ModelOutput declare it as an enum, which is an int32 on the wire.
 DATA_TYPES = {
     f"TYPE_{name}": number
     for number, name in enumerate(
@@ -92,7 +92,7 @@ def _split(field: str) -> tuple[str, str, int]:
 
 
 def _add(message: Any, name: str, kind: str, number: int) -> None:
-    if kind.startswith("{"):  # a map is a list of messages with key and value
+    if kind.startswith("{"):  # a map is a repeated message with key and value
         entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
         entry.options.map_entry = True
         _add(entry, "key", "string", 1)

@@ -1,7 +1,7 @@
-"""KServe's v2 protocol over gRPC, as Triton's clients speak it, and /v1/rewards for our own.
+"""KServe's v2 protocol over gRPC, compatible with Triton's clients, and /v1/rewards for `RewardClient`.
 
-Each call becomes the request that the same call is over HTTP and goes through the same application: keys, quotas,
-limits, deadlines, accounting and errors are those of HTTP. Tensors stay bytes on the way.
+Each call is translated to the equivalent HTTP request and handled by the same application, so authentication, quotas,
+limits, deadlines, accounting and errors are those of HTTP. Tensors stay raw bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plaudit.serve.http.address import Tls
 from plaudit.serve.http.app import App
 from plaudit.serve.http.message import Connection
 
-# What a caller may say beside its message, as over HTTP.
+# Metadata keys a caller may send, with the meaning of the HTTP headers.
 METADATA = (
     "authorization", "x-api-key", "triton-access-token", "x-request-id", "x-deadline", "x-route-key", "traceparent",
     "tracestate",
@@ -32,7 +32,7 @@ CODES = {
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }  # fmt: skip
-# Where typed contents are, and what they are as bytes.
+# The field of typed contents for each datatype, and its numpy dtype.
 CONTENTS = {
     "BOOL": ("bool_contents", "?"), "INT8": ("int_contents", "<i1"), "INT16": ("int_contents", "<i2"),
     "INT32": ("int_contents", "<i4"), "INT64": ("int64_contents", "<i8"), "UINT8": ("uint_contents", "<u1"),
@@ -40,15 +40,15 @@ CONTENTS = {
     "FP32": ("fp32_contents", "<f4"), "FP64": ("fp64_contents", "<f8"),
 }  # fmt: skip
 END_SECONDS = 1.0
-REWARDS = "plaudit.Rewards"  # bodies of /v1/rewards as they are: for `RewardClient`
+REWARDS = "plaudit.Rewards"  # forwards bodies of /v1/rewards unchanged, for `RewardClient`
 
 
 class BadMessage(Exception):
-    """Its tensors cannot be read."""
+    """The tensors of a message cannot be read."""
 
 
 class GrpcServer:
-    """On `grpc_port` of the table's host; with TLS where HTTP has it."""
+    """A gRPC server on `grpc_port` of the table's host, with TLS if HTTP has TLS."""
 
     def __init__(self, app: App, table: ListenTable, tls: Tls | None) -> None:
         self._app = app
@@ -126,7 +126,7 @@ class GrpcServer:
         return await self._own("GET", "/health/live", context)
 
     async def _own(self, method: str, path: str, context: Any, body: bytes = b"") -> bytes:
-        """The reply as it is. What HTTP says beside an error's message goes into the trailing metadata."""
+        """Returns the reply unchanged. Error headers of the HTTP reply become trailing metadata."""
         status, headers, content = await self._call(method, path, context, body)
         if status != 200:
             error = msgspec.json.decode(content).get("error") or {"type": "failed", "message": "a model has failed"}
@@ -148,7 +148,7 @@ class GrpcServer:
         return _infer_response(content, int(headers[b"inference-header-content-length"]))
 
     async def _probe(self, path: str, context: Any) -> bool:
-        """Whether it is well; a model that is not there is not ready, as Triton says."""
+        """Returns whether the endpoint is healthy; an unknown model is reported as not ready, as Triton does."""
         return (await self._call("GET", path, context))[0] == 200
 
     async def _json(self, method: str, path: str, context: Any) -> Any:
@@ -157,7 +157,7 @@ class GrpcServer:
     async def _asked(
         self, method: str, path: str, context: Any, body: bytes = b"", extra: list[tuple[bytes, bytes]] | None = None
     ) -> tuple[int, Mapping[bytes, bytes], bytes]:
-        """A reply that is no error."""
+        """Returns the reply; aborts the call if it is an error."""
         status, headers, content = await self._call(method, path, context, body, extra)
         if status != 200:
             wait = headers.get(b"retry-after")
@@ -207,10 +207,12 @@ def _parsed(kind: str, tree: Any) -> Any:
 
 
 def _http_body(message: Any) -> tuple[bytes, int]:
-    """The same request over HTTP, and how much of it is JSON. All tensors are bytes in it."""
+    """Returns the body of the same HTTP request, with all tensors as raw bytes, and the size of its JSON part."""
     raw = list(message.raw_input_contents)
     if raw and len(raw) != len(message.inputs):
-        raise BadMessage(f"raw_input_contents has {len(raw)} tensors, and there are {len(message.inputs)} inputs")
+        raise BadMessage(
+            f"raw_input_contents has {len(raw)} tensors; expected one for each of {len(message.inputs)} inputs"
+        )
     tensors = raw or [_typed_bytes(tensor) for tensor in message.inputs]
     inputs = [
         {
@@ -236,7 +238,7 @@ def _typed_bytes(tensor: Any) -> bytes:
         texts = tensor.contents.bytes_contents
         return b"".join(part for text in texts for part in (len(text).to_bytes(4, "little"), text))
     if tensor.datatype not in CONTENTS:
-        raise BadMessage(f"input {tensor.name[:60]!r}: datatype {tensor.datatype[:20]!r} is not known here")
+        raise BadMessage(f"input {tensor.name[:60]!r}: datatype {tensor.datatype[:20]!r} is not supported")
     field, dtype = CONTENTS[tensor.datatype]
     try:
         return np.array(getattr(tensor.contents, field), dtype=dtype).tobytes()
@@ -271,7 +273,7 @@ def _options(limits: LimitsTable) -> list[tuple[str, int]]:
 
 
 def _credentials(tls: Tls) -> Any:
-    """What HTTP uses when a client comes: certificates are renewed for both at once."""
+    """Credentials that read the current certificate for each new connection, so HTTP and gRPC renew it together."""
     authority = None if tls.ca is None else Path(tls.ca).read_bytes()
 
     def current() -> Any:

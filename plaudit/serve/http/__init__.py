@@ -1,1 +1,2 @@
-"""HTTP: the listener, the ASGI application, authentication, admission, requests and replies. No model, no protocol."""
+"""HTTP: the listener, the ASGI application, authentication, admission, requests and replies. Contains no model and no
+protocol code."""

@@ -1,4 +1,4 @@
-"""Where a server listens: a port with or without TLS, or a unix socket."""
+"""The address a server listens on: a port with or without TLS, or a unix socket."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def bind(host: str, port: int, setting: str = "--port") -> socket.socket:
 
 
 def listen(table: ListenTable) -> socket.socket:
-    if table.uds is not None:  # without keys the file's mode is the lock
+    if table.uds is not None:  # without keys the socket's file mode is the only access control
         return bind_unix(Path(table.uds), 0o666 if table.has_keys else 0o600)
     return bind(table.host, table.port)
 
 
 def leave(table: ListenTable) -> None:
-    """Remove a unix socket's file, unless another server has put its own there."""
+    """Remove the unix socket's file, unless another server has created its own there."""
     if table.uds is not None:
         with suppress(OSError):
             if not _answers(Path(table.uds)):
@@ -46,12 +46,12 @@ def leave(table: ListenTable) -> None:
 
 
 def bind_unix(path: Path, mode: int) -> socket.socket:
-    """A socket file that a server left behind is replaced, one at which somebody answers is not."""
+    """Binds a unix socket. A stale socket file is replaced; a socket on which a server answers is not."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
             path.unlink()
-        before = os.umask(0o777 & ~mode)  # from the first moment, not only after a chmod
+        before = os.umask(0o777 & ~mode)  # restricts the mode from the start, not only after a chmod
         try:
             sock.bind(str(path))
         finally:
@@ -74,7 +74,7 @@ def _answers(path: Path) -> bool:
 
 
 class Tls:
-    """The certificates of a server. New files are for new connections."""
+    """The TLS certificates of a server. Renewed files apply to new connections."""
 
     def __init__(self, cert: str, key: str, ca: str | None) -> None:
         self.files = (Path(cert), Path(key))
@@ -90,7 +90,7 @@ class Tls:
         return cls(table.tls_cert, table.tls_key, table.tls_ca)
 
     def read(self) -> ssl.SSLContext:
-        """A context of the files as they are; ConfigError if they are none."""
+        """Returns a context built from the current files; raises ConfigError if they are invalid."""
         self.watch.read()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
@@ -99,28 +99,28 @@ class Tls:
             if file is not None:
                 _check_readable(flag, Path(file))
         try:
-            # A password would be asked for on the terminal, where nobody may be.
+            # OpenSSL would ask for a password on the terminal, which a server may not have.
             context.load_cert_chain(cert, key, password=lambda: "")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"--tls-cert {cert} and --tls-key {key} are not a certificate and its key without a password, both in "
+                f"--tls-cert {cert} and --tls-key {key} must be a certificate and its unencrypted key, both in "
                 f"PEM: {one_line(error)}"
             ) from None
         if self.ca is not None:
             try:
                 context.load_verify_locations(self.ca)
             except ssl.SSLError as error:
-                raise ConfigError(f"--tls-ca {self.ca} has no certificate in PEM: {one_line(error)}") from None
+                raise ConfigError(f"--tls-ca {self.ca} has no PEM certificate: {one_line(error)}") from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def use(self) -> None:
-        """The files, which `read` has found good, for the connections to come."""
+        """Use the files that `read` has validated for new connections."""
         self.context.load_cert_chain(*self.files)
         self.pem = self._pem()
 
     def _pem(self) -> tuple[bytes, bytes]:
-        """Certificate and key as they are in use."""
+        """The certificate and key in use."""
         cert, key = (file.read_bytes() for file in self.files)
         return cert, key
 

@@ -1,11 +1,11 @@
-"""From a request to a handler: how much work is let in, and the ASGI application, which finds the route, lets the
-caller in, answers and counts. Nothing here runs a model.
+"""Admission control and the ASGI application, which finds the route, authenticates the caller, calls the handler and
+counts requests. No model runs here.
 
-It speaks ASGI itself and uses no framework: what a request may cost (bytes, seconds, items) is bounded here and in
-`message.py` before anything reads it, and a route's access is decided in one place that nothing can go around.
+It implements ASGI directly and uses no framework: what a request may cost (bytes, seconds, items) is limited here and
+in `message.py` before anything parses it, and access to a route is decided in a single place.
 
-Work is counted in tokens and bytes: what would only wait is refused at once, with a time to come back. The last share
-is kept for API keys that hold less than theirs, so that one key cannot shut out the others.
+Load is counted in tokens and bytes. A request that would only wait is rejected at once with a Retry-After. The last
+share of the capacity is reserved for API keys that use less than theirs, so one key cannot block the others.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from plaudit.serve.http.traces import TRACE, Traces
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 
-PACE_SECONDS = 10.0  # over which the pace of answering is estimated
+PACE_SECONDS = 10.0  # window over which the throughput is estimated
 LONGEST_WAIT = 30
-UNKNOWN = "unknown"  # in place of the key's name, of requests that were not let in
+UNKNOWN = "unknown"  # replaces the key's name for requests that were not authenticated
 
 
 class Quota:
-    """`limit` of something, shared by a number of API keys."""
+    """A limit shared by several API keys."""
 
     def __init__(self, limit: int, keys: int) -> None:
         self.limit = limit
@@ -62,7 +62,7 @@ class Quota:
 
     @property
     def most(self) -> int:
-        """That one key can have at a time, when nobody else has any."""
+        """The most that one key can use at a time when no other key uses any."""
         return max(self._share, self.limit - self._share)
 
     def fits(self, tenant: str, count: int) -> bool:
@@ -83,8 +83,8 @@ class Quota:
 
 
 class Admission:
-    """leaving    a signal has come: not ready, so that nobody sends more
-    draining   lets nothing more in
+    """leaving    a shutdown signal was received: reported as not ready, so that load balancers stop sending requests
+    draining   no new requests are accepted
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class Admission:
         self._status = overload_status
         self._metrics = metrics
         self._answered = 0
-        self._pace = 0.0  # tokens answered in a second, while there is something to answer
+        self._pace = 0.0  # tokens answered per second while there is load
         self._meters: Mapping[str, Meter] = {}
 
     def share_among(self, keys: int, meters: Mapping[str, Meter]) -> None:
-        """`meters`: of the keys with a quota of tokens."""
+        """`meters`: of the keys with a token quota."""
         self._tokens.share_among(keys)
         self._bytes.share_among(keys)
         self._meters = meters
 
     @property
     def open_tokens(self) -> int:
-        """Accepted and not yet answered."""
+        """Tokens accepted and not yet answered."""
         return self._tokens.in_use
 
     @property
@@ -117,22 +117,24 @@ class Admission:
 
     @contextmanager
     def request(self, tenant: str, content_length: int) -> Iterator[Callable[[int], None]]:
-        """Before anything of the request is read. Gives what counts bytes that it takes beyond its announced length."""
+        """Admits a request before its body is read. Yields a function that counts bytes beyond the announced length."""
         if self.draining:
             self._metrics.rejected.labels("draining").inc()
             raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
         held = 0
 
         def grow(count: int) -> None:
-            # A single request is held to the limit of its own size, and is let in when there is no other.
+            # A single request is limited by its own maximum size, and is admitted when there is no other.
             nonlocal held
             if not self._bytes.fits(tenant, count) and self._bytes.in_use > held:
-                raise self._overload(f"{self._bytes.in_use} bytes of requests are handled, at most {self._bytes.limit}")
+                raise self._overload(
+                    f"{self._bytes.in_use} bytes of requests are being handled; the limit is {self._bytes.limit}"
+                )
             held += count
             self._bytes.take(tenant, count)
 
         if not self._tokens.fits(tenant, 1):
-            raise self._overload(f"{self.open_tokens} tokens wait, at most {self.most_tokens}")
+            raise self._overload(f"{self.open_tokens} tokens are queued; the limit is {self.most_tokens}")
         self.open_requests += 1
         try:
             grow(content_length)
@@ -143,13 +145,15 @@ class Admission:
 
     @contextmanager
     def tokens(self, tenant: str, count: int) -> Iterator[None]:
-        """Before the works of a request are queued."""
+        """Admits the tokens of a request before its works are queued."""
         if count > self._tokens.most:
             raise HttpError(
-                422, "too_many_tokens", f"the request has {count} tokens, at most {self._tokens.most} fit; split it"
+                422, "too_many_tokens", f"the request has {count} tokens; at most {self._tokens.most} fit; split it"
             )
         if not self._tokens.fits(tenant, count):
-            raise self._overload(f"{self.open_tokens} tokens wait, and {count} more would pass {self.most_tokens}")
+            raise self._overload(
+                f"{self.open_tokens} tokens are queued, and {count} more would exceed {self.most_tokens}"
+            )
         if (meter := self._meters.get(tenant)) is not None:
             meter.take(count)
         try:
@@ -164,13 +168,13 @@ class Admission:
         return HttpError(self._status, "overloaded", f"{why}; try again in {wait} s", retry_after=wait)
 
     def retry_after(self) -> int:
-        """Seconds until about half of what waits is answered, at the present pace."""
+        """Seconds until about half of the queued tokens are answered at the current throughput."""
         if self._pace <= 0:
             return 1
         return max(1, min(LONGEST_WAIT, math.ceil(self.open_tokens / 2 / self._pace)))
 
     def tick(self, seconds: float) -> None:
-        """Called about every second, with the time since the last call."""
+        """Called about every second with the time since the last call."""
         answered, self._answered = self._answered, 0
         if answered or self.open_tokens:
             weight = min(1.0, seconds / PACE_SECONDS) if self._pace else 1.0
@@ -209,22 +213,23 @@ class App:
                 self.metrics.rejected.labels("quota").inc()
             self._count_error(error.type, str(error), request)
         except Exception as error:
-            # A bug of ours. The client learns nothing of its insides; the log has the place.
+            # A bug in the server. The client gets no internals; the log has the location.
             self.log("bug", request_id=request.id, path=request.path[:200], error=_where(error))
-            hidden = HttpError(500, "internal", "an internal error; the server's log has it")
+            hidden = HttpError(500, "internal", "internal error; see the server's log")
             reply = self._errors(request)(hidden, request.id)
             self._count_error("internal", _where(error), request)
-        if reply is None:  # the client has gone
+        if reply is None:  # the client has disconnected
             if (trace := TRACE.get()) is not None:
                 trace.end(request, None)
             return
-        if not request.begun:  # else it has gone out; one that broke off is left without its end, which clients notice
+        # otherwise the reply has started; a broken reply is left incomplete, which clients detect
+        if not request.begun:
             await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
 
     def _count(self, request: Request, status: int, seconds: float) -> None:
         route = request.route
-        if route is not None and route.access == "open":  # probes and pages, which nobody waits for
+        if route is not None and route.access == "open":  # health checks and pages, which are not work
             self.metrics.probes.labels(status).inc()
             return
         if (trace := TRACE.get()) is not None:
@@ -272,11 +277,11 @@ class App:
         return reply
 
     async def _unless_gone(self, route: Route, request: Request, send: Send) -> Reply | None:
-        """The handler's reply, sent if it comes in parts; None, and the handler stopped, if the client goes away
-        first."""
+        """Runs the handler and sends its reply if it is a stream. Cancels the handler and returns None if the client
+        disconnects first."""
         task, connection = asyncio.current_task(), request.connection
         assert task is not None
-        watching = None if request.told_when_lost else asyncio.create_task(request.until_lost())
+        watching = None if request.notified_when_lost else asyncio.create_task(request.until_lost())
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:
@@ -299,7 +304,7 @@ class App:
 
 
 def _where(error: BaseException) -> str:
-    """The kind of error and the line of ours it came from: enough to find it, and nothing that a user wrote."""
+    """Returns the kind of error and our line that raised it: enough to locate it, without any user data."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

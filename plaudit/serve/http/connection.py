@@ -1,5 +1,5 @@
-"""A connection of HTTP/1.1, on asyncio and httptools: it parses requests, within bounds on what comes before one is
-understood and on slow and idle clients, and has them answered in their order."""
+"""An HTTP/1.1 connection on asyncio and httptools: parses requests, limits headers and slow or idle clients, and sends
+replies in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class HttpConnection(asyncio.Protocol):
-    """`among`: the server's open connections, itself among them. `tasks`: what answers their requests."""
+    """`among`: the server's open connections, including this one. `tasks`: the tasks that answer their requests."""
 
     transport: asyncio.Transport
     _flow: Flow
@@ -42,17 +42,17 @@ class HttpConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser: Any = _new_parser(self)
         self._client = Connection()
-        self._waiting: deque[Exchange] = deque()  # for their replies; the first one is worked on
-        self._parsed: Exchange | None = None  # whose body comes
+        self._waiting: deque[Exchange] = deque()  # pipelined requests; the first one is being handled
+        self._parsed: Exchange | None = None  # the request whose body is being received
         self._in_headers = True
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = self._upgrading = False
         self._header_bytes = self._header_count = self._raw_bytes = 0
         self.waiting_since = time.monotonic()  # for a request, or for the end of its headers
-        self._stalled = (0, 0.0, 0.0)  # bytes that the client does not take; since when these, since when any
+        self._stalled = (0, 0.0, 0.0)  # unread bytes of the client; since when this many, since when any
 
-    # The transport's
+    # Callbacks of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -79,7 +79,7 @@ class HttpConnection(asyncio.Protocol):
         self._flow.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        # A header or trailer that never ends reaches no callback: only the bytes since the last one can be counted.
+        # A header or trailer without an end triggers no callback, so the bytes since the last callback are counted.
         self._raw_bytes += len(data)
         try:
             try:
@@ -93,18 +93,18 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(_headers_too_large(self._limits))
 
     def _decline(self, rest: bytes) -> None:
-        """A request that offers another protocol (`Upgrade: h2c`) is read again without the offer: we speak HTTP/1.1,
-        and the parser takes what follows such a head for the other protocol's."""
+        """Parses a request that offers another protocol (`Upgrade: h2c`) again without the offer: only HTTP/1.1 is
+        supported, and the parser treats what follows such a head as the other protocol."""
         method = self._parser.get_method()
         if method == b"CONNECT":
-            raise httptools.HttpParserError("this is no proxy")
+            raise httptools.HttpParserError("not a proxy")
         head = [b"%s %s HTTP/1.1" % (method, self._url)]
         head += [b"%s: %s" % header for header in self._headers if header[0] not in (b"upgrade", b"connection")]
         self._parser = _new_parser(self)
         self._upgrading = False
         self._parser.feed_data(b"\r\n".join([*head, b"", b""]) + rest)
 
-    # The parser's
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._parsed = None
@@ -121,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # of a trailer; what it says was not there when the request was let in
+            return  # a trailer; admission was decided without it
         self._header_bytes += len(name) + len(value)
         self._header_count += 1
         if self._header_bytes <= self._limits.header_bytes and self._header_count <= self._limits.headers:
@@ -139,7 +139,7 @@ class HttpConnection(asyncio.Protocol):
         if self._header_bytes > self._limits.header_bytes or self._header_count > self._limits.headers:
             self._refuse(_headers_too_large(self._limits))
         elif len(self._among) > self._limits.connections:
-            message = f"{self._limits.connections} connections are busy, which is the most; try again in 1 s"
+            message = f"{self._limits.connections} connections are busy, which is the limit; try again in 1 s"
             self._refuse(HttpError(503, "too_many_connections", message, retry_after=1))
         else:
             self._begin()
@@ -157,7 +157,7 @@ class HttpConnection(asyncio.Protocol):
             self._parsed.scope["arrived"] = True
             self._parsed.end()
 
-    # Exchanges
+    # Requests and replies
 
     def _begin(self) -> None:
         version = self._parser.get_http_version()
@@ -174,7 +174,7 @@ class HttpConnection(asyncio.Protocol):
         if len(self._waiting) == 1:
             self._run(exchange)
         else:
-            self._flow.pause_reading()  # enough for now from a client that does not wait for its replies
+            self._flow.pause_reading()  # backpressure on a client that does not wait for its replies
 
     def _run(self, exchange: Exchange) -> None:
         task = self._loop.create_task(exchange.run(self._app))
@@ -193,7 +193,7 @@ class HttpConnection(asyncio.Protocol):
         if self._waiting:
             self._run(self._waiting[0])
 
-    # The listener's
+    # Called by the listener
 
     @property
     def known(self) -> bool:
@@ -201,28 +201,28 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nobody works for it: it is between requests, or slow to begin one."""
+        """Whether no request is being handled: it is between requests, or slow to begin one."""
         return not self._waiting
 
     def leave(self) -> None:
-        """No more requests after those that are worked on."""
+        """Accept no more requests after those in progress."""
         if self.idle:
             self.transport.close()
         for exchange in self._waiting:
             exchange.keep_alive = False
 
     def unwritten(self) -> int:
-        """Bytes of replies that the client has not taken yet."""
+        """Bytes of replies that the client has not read yet."""
         return self.transport.get_write_buffer_size()
 
     def watch(self, now: float) -> None:
-        """Every second: end a connection that is slow with its headers or idle for long, and one whose client takes
-        nothing of its reply for `write_seconds`, or not all of it in `request_seconds`."""
+        """Called every second: close a connection that is slow with its headers or idle for too long, and one whose
+        client reads nothing of its reply for `write_seconds`, or not all of it within `request_seconds`."""
         most = self._limits.header_seconds if self._in_headers else KEEP_ALIVE_SECONDS
         if (self._in_headers or self.idle) and now - self.waiting_since > most and not self.transport.is_closing():
             self.transport.close()
         size, (before, since, first) = self.unwritten(), self._stalled
-        if size:  # and what the kernel holds, which moves long before it takes more from us
+        if size:  # including what the kernel buffers, which changes long before it accepts more from us
             size += _unacknowledged(self.transport.get_extra_info("socket"))
         since, first = now if size != before else since, first if before else now
         self._stalled = (size, since, first)
@@ -230,7 +230,7 @@ class HttpConnection(asyncio.Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """At once, with all that the kernel holds for the client."""
+        """Close at once and discard what the kernel has buffered for the client."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
@@ -242,13 +242,13 @@ class HttpConnection(asyncio.Protocol):
 
 def _new_parser(connection: HttpConnection) -> Any:
     parser = httptools.HttpRequestParser(connection)
-    # A client may say `Connection: close` and send more: its first request is answered all the same.
+    # A client may send `Connection: close` followed by more data: its first request is still answered.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 def _target(url: bytes) -> tuple[bytes, bytes]:
-    """Path and query of what a request line has."""
+    """Path and query of a request target."""
     if url[:1] == b"/" and b"#" not in url:
         path, _, query = url.partition(b"?")
         return path, query
@@ -270,22 +270,22 @@ def _unacknowledged(sock: Any) -> int:
 
 
 def _close_idle(connections: set[HttpConnection], fresh: HttpConnection) -> None:
-    """Make room: of the connections that nobody works for the one that waits longest, and first of those that have not
-    shown a key."""
+    """Make room for a new connection: close the connection that has been idle longest, preferring those that have not
+    sent an API key."""
     idle = [each for each in connections if each.idle and each is not fresh and not each.transport.is_closing()]
     if idle:
         longest = min(idle, key=lambda each: (each.known, each.waiting_since))
-        connections.discard(longest)  # now: its end is told in the next turn of the loop
+        connections.discard(longest)  # now: its connection_lost comes in the next iteration of the event loop
         longest.transport.abort()
 
 
 def _headers_too_large(limits: LimitsTable) -> HttpError:
-    most = f"at most {limits.headers} headers of {limits.header_bytes} bytes together are taken"
+    most = f"at most {limits.headers} headers of {limits.header_bytes} bytes in total are accepted"
     return HttpError(431, "headers_too_large", f"{most}; send fewer")
 
 
 def _written(error: HttpError) -> bytes:
-    """The reply to what never became a request."""
+    """The reply to input that could not be parsed as a request."""
     request_id = secrets.token_hex(8)
     reply = error.reply(request_id)
     lines = [

@@ -13,18 +13,18 @@ from plaudit.serve.http.message import Receive, Scope, Send
 
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-HIGH_WATER = 64 * 1024  # bytes of a body that wait for the application before no more are read
+HIGH_WATER = 64 * 1024  # bytes of a body that may be buffered for the application before reading pauses
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class Flow:
-    """What goes over a connection, and whether either side wants a pause."""
+    """Flow control of a connection in both directions."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         self._reading = True
-        self._writable: asyncio.Event | None = None  # while the client takes nothing
+        self._writable: asyncio.Event | None = None  # set while the client does not read
 
     def pause_reading(self) -> None:
         if self._reading:
@@ -50,9 +50,9 @@ class Flow:
 
 
 class Exchange:
-    """keep_alive  whether the connection lives on after the reply
-    done        the reply is whole
-    lost        the connection is gone
+    """keep_alive  whether the connection stays open after the reply
+    done        the reply is complete
+    lost        the connection is closed
     """
 
     __slots__ = (
@@ -70,10 +70,10 @@ class Exchange:
         self.keep_alive = keep_alive
         self._expects_continue = expects_continue
         self._body = bytearray()
-        self._whole = self._given = False  # the body has come; the application has all of it
+        self._whole = self._given = False  # the body has been received; the application has received all of it
         self._waiter: asyncio.Future[None] | None = None
         self._head: bytes = b""  # of the reply, until it is written
-        self._left: int | None = None  # bytes of the reply that are still to come, if it says how many
+        self._left: int | None = None  # bytes of the reply still to be sent, if its length was announced
         self._chunked = self._bodyless = False
         self._started = self.done = self.lost = False
 
@@ -82,9 +82,9 @@ class Exchange:
             await app(self.scope, self.receive, self.send)
         finally:
             if not self.done and not self.lost:
-                self._flow.transport.close()  # where the reply would have ended nobody can tell
+                self._flow.transport.close()  # the client could not tell where the reply ends
 
-    # From the connection
+    # Called by the connection
 
     def feed(self, body: bytes) -> None:
         if self.done:
@@ -106,7 +106,7 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # For the application
+    # Called by the application
 
     async def receive(self) -> MutableMapping[str, Any]:
         if self._expects_continue and not self._started:
@@ -136,7 +136,7 @@ class Exchange:
         elif kind == "http.response.body" and self._started and not self.done:
             self._continue(message.get("body", b""), message.get("more_body", False))
         else:
-            raise RuntimeError(f"{kind} does not come here")
+            raise RuntimeError(f"{kind} is not expected here")
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         lines = [_status_line(status)]
@@ -153,7 +153,7 @@ class Exchange:
             if self._chunked:
                 lines.append(b"transfer-encoding: chunked")
         if self._left is None and not self._bodyless and not self._chunked:
-            self.keep_alive = False  # the end of the connection is that of the reply
+            self.keep_alive = False  # the end of the connection marks the end of the reply
         if closes:
             self.keep_alive = False
         elif not self.keep_alive:
@@ -163,7 +163,7 @@ class Exchange:
             raise RuntimeError("a header of the reply has a control character")
         self._started = True
         self._head = head + b"\r\n\r\n"
-        if self._left is None:  # parts that may take their time; otherwise head and body leave in one write
+        if self._left is None:  # a stream, whose parts may take time; otherwise head and body are sent in one write
             self._flow.transport.write(self._head)
             self._head = b""
 

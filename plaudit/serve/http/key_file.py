@@ -1,4 +1,4 @@
-"""Where a server's keys come from: flags, which stay, and a file, which may change while the server runs."""
+"""Sources of API keys: flags, which are fixed, and a file, which may change while the server runs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class KeySource:
         self.watch.read()
         filed = {} if self.file is None else read_keys(self.file)
         if both := sorted(self._flags.keys() & filed.keys()):
-            raise ConfigError(f"{self.file}: a key named {both[0]!r} is also given outside the file; rename one")
+            raise ConfigError(f"{self.file}: a key named {both[0]!r} is also set outside the file; rename one of them")
         known = {each.sha256: name for name, each in self._flags.items()}
         if same := [(known[each.sha256], name) for name, each in filed.items() if each.sha256 in known]:
-            raise ConfigError(f"{self.file}: {same[0][0]} and {same[0][1]} have the same key; give each their own")
+            raise ConfigError(f"{self.file}: {same[0][0]} and {same[0][1]} have the same key; give each its own")
         return {**self._flags, **filed}
 
 
 def add_key(file: Path, name: str, fields: Mapping[str, Any]) -> str:
-    """A new key. The file gets its hash, and keeps all that it had, comments too."""
+    """Adds a new key to the file, which stores its hash; other entries and comments are kept. Returns the key."""
     text, known = "", {}
     if file.exists():
         known = parse_keys(read_toml(file, "key file"), str(file))
         text = file.read_text(encoding="utf-8").rstrip() + "\n\n"
     if name in known:
-        raise ConfigError(f"{file} already has a key named {name!r}; choose another name, or remove its table first")
+        raise ConfigError(f"{file} already has a key named {name!r}; choose another name, or delete that entry first")
     key = secrets.token_urlsafe(32)
     entry = {"sha256": hashed(key), **{field: value for field, value in fields.items() if value is not None}}
     parse_keys({name: entry}, str(file))

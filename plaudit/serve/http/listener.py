@@ -1,4 +1,4 @@
-"""Where an ASGI application is served: sockets, and the connections that come over them."""
+"""Serves an ASGI application on sockets and keeps track of the connections."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from plaudit.config.serve import LimitsTable
 from plaudit.serve.http.connection import HttpConnection
 from plaudit.serve.http.exchange import AsgiApp
 
-SPARE_FILES = 256  # beside the connections: workers, pipes, logs
+SPARE_FILES = 256  # descriptors besides the connections: workers, pipes, logs
 WATCH_SECONDS = 1.0
-LAST_SECONDS = 1.0  # that requests under way have when it stops
+LAST_SECONDS = 1.0  # for requests in progress when it stops
 
 
 class Listener:
-    """Takes no signals: on SIGTERM a server goes on listening while it drains."""
+    """Installs no signal handlers: on SIGTERM a server keeps listening while it drains."""
 
     def __init__(self, app: AsgiApp, limits: LimitsTable, tls: ssl.SSLContext | None = None) -> None:
-        # A connection that has not finished its handshake is none of ours yet, and has a descriptor.
+        # A connection in its TLS handshake does not count as a connection yet, but uses a descriptor.
         _raise_file_limit(limits.connections * (1 if tls is None else 2) + SPARE_FILES)
         self._app = app
         self._limits = limits
@@ -48,7 +48,7 @@ class Listener:
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Requests under way have a last second."""
+        """Stop; requests in progress get LAST_SECONDS to finish."""
         if self._watching is not None:
             self._watching.cancel()
         for server in self._servers:
@@ -67,7 +67,7 @@ class Listener:
             await asyncio.sleep(0)
 
     def unwritten(self) -> int:
-        """Bytes of replies that clients have not taken yet."""
+        """Bytes of replies that clients have not read yet."""
         return sum(connection.unwritten() for connection in self._connections)
 
     async def _watch(self) -> None:
@@ -79,7 +79,7 @@ class Listener:
 
 
 def _raise_file_limit(needed: int) -> None:
-    """Shells give a process 1024 open files, which is fewer than the connections it should take."""
+    """Shells often limit a process to 1024 open files, fewer than the connections it should accept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,8 +1,8 @@
-"""Requests, replies and routes over ASGI, with every bound that a hostile client could otherwise push.
+"""Requests, replies and routes over ASGI, with limits on everything a hostile client could send.
 
-A route is a method, an exact path, who may call it and what answers; their table is all that the server serves. Where
-two protocols have the same path, the body decides: every route but the last of them says which bodies are its own
-(`claims`), in the order in which the protocols are listed.
+A route has a method, an exact path, an access level and a handler; the table of routes defines everything the server
+serves. Where two protocols share a path, the body decides: every route but the last has a function `claims` that
+recognises its bodies, tried in the order in which the protocols are listed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 NOBODY = "anonymous"
 LINGER_SECONDS = 2.0
-INLINE_BYTES = 64 * 1024  # of JSON that is decoded on the event loop: a thread would cost more
-THREAD_BYTES = 256 * 1024  # in a thread: another process would cost more, and the worst of it takes milliseconds
-PIECE_BYTES = 1 << 20  # that are unpacked or looked through at a time
-VALUE_BYTES = 64  # of memory that a decoded value takes beside its text
+INLINE_BYTES = 64 * 1024  # of JSON decoded on the event loop: a thread would cost more
+THREAD_BYTES = 256 * 1024  # decoded in a thread: another process would cost more, and the worst case takes milliseconds
+PIECE_BYTES = 1 << 20  # decompressed or scanned at a time
+VALUE_BYTES = 64  # memory of a decoded value besides its text
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 _ENCODER = msgspec.json.Encoder()
 
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default=NOBODY)
-"""On whose behalf this task works."""
+"""The tenant this task works for."""
 ROUTE_KEY: ContextVar[bytes] = ContextVar("ROUTE_KEY", default=b"")
-"""What decides which version answers: the X-Route-Key of the request that it works for, or its body."""
+"""The routing key that selects the model version: the request's X-Route-Key, or its body."""
 
 
 class HttpError(Exception):
-    """A reply that is an error. `type` is a word for programs, the message is for people."""
+    """An error reply. `type` is for programs, the message is for people."""
 
     def __init__(
         self, status: int, type: str, message: str, retry_after: int | None = None, allow: str | None = None
@@ -74,13 +74,13 @@ class HttpError(Exception):
         return reply
 
     def shaped(self, content: Any, request_id: str, status: int | None = None) -> Reply:
-        """In the shape of another protocol, with the headers that every error has."""
+        """The reply in another protocol's format, with the headers that every error has."""
         return Reply(status or self.status, _ENCODER.encode(content), headers=self.reply(request_id).headers)
 
 
 @dataclass(slots=True)
 class Reply:
-    """parts  the body, if it comes piece by piece; what fails on the way is for it to write"""
+    """parts  the body as a stream; the generator must write errors that occur midway itself"""
 
     status: int
     body: bytes
@@ -99,12 +99,12 @@ class Limits:
     body_seconds: float
     request_seconds: float
     json_values: int = 4_000_000
-    structures: int = 262_144  # values of a large body that are no numbers
+    structures: int = 262_144  # non-numeric values of a large body
 
 
 class Connection:
-    """What the listener tells of a request's connection: who works for it, to be cancelled when it is lost. `known`:
-    a request of it came with a key."""
+    """The state of a request's connection: the tasks to cancel when it is lost. `known`: a request on it was
+    authenticated."""
 
     __slots__ = ("known", "lost", "working")
 
@@ -114,7 +114,7 @@ class Connection:
         self.working: set[asyncio.Task[Any]] = set()
 
     def enter(self, task: asyncio.Task[Any]) -> bool:
-        """Whether there is still anybody to work for."""
+        """Returns whether the client is still connected."""
         self.working.add(task)
         return not self.lost
 
@@ -125,10 +125,10 @@ class Connection:
 
 
 class Request:
-    """One request. `tenant` is the name of the API key it came with, `roles` are what that may do; `grow` counts bytes
-    that it takes beyond its announced length, and may refuse them; `elsewhere` reads in another process. For log and
-    metrics: the model that answered, how many items (of which failed) and tokens it had, and the type of the error
-    that it became."""
+    """One request. `tenant` is the name of its API key and `roles` are the key's roles; `grow` counts bytes beyond the
+    announced length and may reject them; `elsewhere` parses in another process. For log and metrics: the model that
+    answered, the number of items (and failed items) and tokens, and the type of the error
+    that was returned."""
 
     __slots__ = (
         "_fields", "_limits", "_receive", "_scope", "begun", "complete", "connection", "content", "deadline",
@@ -145,10 +145,10 @@ class Request:
         self._scope = scope
         self.connection: Connection = scope.get("connection") or Connection()
         self.method: str = scope["method"]
-        # Never request.url: that is built from the Host header, which the client writes.
+        # Not request.url, which is built from the Host header and so controlled by the client.
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
-        self.server: tuple[str, int | None] = scope["server"]  # the address that the connection came to
+        self.server: tuple[str, int | None] = scope["server"]  # the address the connection was accepted on
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         chosen_id = self.headers.get(b"x-request-id", b"")
         self.id = chosen_id.decode() if _SAFE_ID.fullmatch(chosen_id) else fresh_id
@@ -157,12 +157,12 @@ class Request:
         self.model = ""
         self.items = self.failed = self.tokens = 0
         self.error: str | None = None
-        self.begun = False  # a reply in parts is on its way
+        self.begun = False  # part of a streamed reply has been sent
         self.content = b""
         self.grow: Callable[[int], None] = _uncounted
         self.route: Route | None = None
         self._fields: dict[str, Any] | None = None
-        # Whether the whole body has been read. GET may have one too, and a client that never ends it.
+        # Whether the whole body has been read. GET may have a body too, possibly one without an end.
         self.complete = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
         self.deadline = time.monotonic() + limits.request_seconds
 
@@ -171,7 +171,7 @@ class Request:
         return str(self._scope["scheme"])
 
     def take_deadline(self) -> None:
-        """`X-Deadline: seconds`, counted from now: a clock that jumps or differs between machines does not matter."""
+        """Reads `X-Deadline: seconds`, relative to now, so that clock differences between machines do not matter."""
         header = self.headers.get(b"x-deadline")
         if header is None:
             return
@@ -184,11 +184,11 @@ class Request:
                 400, "bad_deadline", f"X-Deadline is {_shown(header)}; expected seconds from now, such as 2.5"
             )
         if seconds <= 0:
-            raise HttpError(504, "deadline", f"the deadline passed {-seconds:g} s before the request arrived")
+            raise HttpError(504, "deadline", f"the deadline expired {-seconds:g} s before the request arrived")
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def credential(self) -> bytes | None:
-        """The Authorization header, or the key where some clients put it."""
+        """The Authorization header, or the key in the header or field where some clients send it."""
         header = self.headers.get(b"authorization")
         if header is None:
             header = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
@@ -196,9 +196,9 @@ class Request:
         return header
 
     async def aside(self, read: Callable[..., T], *arguments: Any, json_bytes: int | None = None) -> T:
-        """What `read` makes of the body, which has JSON, all of it or `json_bytes` at its begin: of a large one in a
-        thread, of a very large one in another process, and only if it has not more values than the tokens that a
-        request may bring. Many small values take a hundred times the memory of their text."""
+        """Runs `read` on the body, all of it JSON or the first `json_bytes` of it: large bodies in a thread, very
+        large ones in another process, and only if it has no more values than the tokens a request may have: many small
+        values take a hundred times the memory of their text."""
         if len(self.content) <= INLINE_BYTES:
             return read(self.content, *arguments)
         size = len(self.content) if json_bytes is None else min(json_bytes, len(self.content))
@@ -217,7 +217,7 @@ class Request:
         return await self.elsewhere(read, self.content, arguments, self._limits.structures, self.tenant, self.deadline)  # type: ignore[no-any-return]
 
     async def read_fields(self) -> None:
-        """Before `fields`, where the body is large."""
+        """Parses `fields` in advance for a large body."""
         if len(self.content) > INLINE_BYTES:
             self._fields = await self.aside(json_object)
 
@@ -228,7 +228,7 @@ class Request:
         return self._fields
 
     def parameters(self) -> dict[str, str]:
-        """The query string's fields, the last of each name."""
+        """Fields of the query string; the last value of each name."""
         try:
             return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
         except ValueError:
@@ -238,11 +238,11 @@ class Request:
         return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()
 
     async def body(self) -> bytes:
-        """The whole body, unpacked, within the limits of size and time."""
+        """The whole body, decompressed, within the limits of size and time."""
         limit = self._limits.body_bytes
         self._announced(limit)
         parts: list[bytes] = []
-        if "arrived" in self._scope:  # most bodies come with their headers: there is nothing to wait for
+        if "arrived" in self._scope:  # most bodies arrive together with their headers
             await self._receive_parts(parts, limit)
         else:
             try:
@@ -251,7 +251,7 @@ class Request:
             except TimeoutError:
                 seconds, size = self._limits.body_seconds, sum(map(len, parts))
                 raise HttpError(
-                    408, "slow_body", f"the body did not arrive within {seconds:g} s ({size} bytes came)"
+                    408, "slow_body", f"the body did not arrive within {seconds:g} s ({size} bytes received)"
                 ) from None
         self.complete = True
         body = b"".join(parts)
@@ -265,19 +265,21 @@ class Request:
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise HttpError(400, "disconnected", "the client went away before its body had arrived")
+                raise HttpError(400, "disconnected", "the client disconnected before its body had arrived")
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
                 raise _too_large(limit)
-            if not announced:  # chunks: nobody knew how many there would be
+            if not announced:  # chunked: the size was not announced
                 self.grow(len(parts[-1]))
             more = message.get("more_body", False)
 
     async def _unpacked(self, body: bytes, coding: bytes, limit: int) -> bytes:
-        """A piece at a time, each counted before the next: in threads, since it takes its time and releases the GIL."""
+        """Decompresses in threads, which release the GIL, one counted piece at a time."""
         if coding not in (b"gzip", b"deflate"):
-            raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
+            raise HttpError(
+                415, "unsupported_encoding", f"Content-Encoding is {_shown(coding)}; expected gzip, deflate or none"
+            )
         unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
         pieces: list[bytes] = []
         left, size = body, 0
@@ -293,23 +295,23 @@ class Request:
             if not left and not pieces[-1]:
                 break
         if not unpacker.eof or unpacker.unused_data:
-            problem = "goes on after its end" if unpacker.eof else "ends early"
+            problem = "has data after its end" if unpacker.eof else "ends early"
             raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {problem}")
         return b"".join(pieces)
 
     async def until_lost(self) -> None:
-        """With a server that does not tell of the connection: it ends when this is told to stop, or the client goes."""
+        """For servers that do not report lost connections: returns when it is cancelled or the client disconnects."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.connection.lose()
 
     @property
-    def told_when_lost(self) -> bool:
+    def notified_when_lost(self) -> bool:
         return "connection" in self._scope
 
     async def linger(self) -> None:
-        """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the
-        client would lose the reply that tells it why."""
+        """Discard the rest of a body that is not needed. A connection closed with unread bytes is reset, and the
+        client would lose the error reply."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while (await self._receive()).get("more_body", False):
@@ -336,7 +338,7 @@ def _uncounted(_: int) -> None:
 
 
 def _without_collector(read: Callable[..., T], *arguments: Any) -> T:
-    """What is decoded is kept: to go through it while it grows takes longer than to make it."""
+    """Runs `read` without the garbage collector: everything decoded is kept, and scanning it would cost more time."""
     gc.disable()
     try:
         return read(*arguments)
@@ -345,7 +347,7 @@ def _without_collector(read: Callable[..., T], *arguments: Any) -> T:
 
 
 def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
-    """The body's fields as a record; those that the record does not have are ignored."""
+    """Converts the body's fields to a record; unknown fields are ignored."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -353,7 +355,7 @@ def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
 
 
 def _too_large(limit: int) -> HttpError:
-    return HttpError(413, "too_large", f"the body is larger than {limit} bytes; send fewer items at once")
+    return HttpError(413, "too_large", f"the body is larger than {limit} bytes; send fewer items per request")
 
 
 def _shown(value: bytes) -> str:
@@ -396,12 +398,12 @@ Claims = Callable[[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """access    who may call it: anybody, any key (for work: one with the role score), or keys with that role
-    protocol  whose wire format it speaks, and the name by which `--allow-open` means it
-    work      whether it brings work: such routes are closed while the server drains or is overloaded
-    errors    how this protocol writes an error
-    fields    whether the handler reads the body as the fields of a JSON object
-    claims    on a shared path: whether a body is this protocol's
+    """access    who may call it: anyone, any key (for work: a key with the role score), or keys with that role
+    protocol  the protocol, as named by `--allow-open`
+    work      whether it scores or generates: such routes are closed while the server drains or is overloaded
+    errors    writes an error in this protocol's format
+    fields    whether the handler reads the body as a JSON object
+    claims    on a shared path: whether a body belongs to this protocol
     """
 
     method: str
@@ -417,7 +419,7 @@ class Route:
 
 
 class Endpoint:
-    """What one method of one path leads to: mostly one route, sometimes several."""
+    """The routes of one method and path: usually one, sometimes several."""
 
     def __init__(self, routes: list[Route]) -> None:
         self.routes = tuple(routes)
@@ -427,7 +429,9 @@ class Endpoint:
         self.protocols = frozenset(route.protocol for route in routes)
         for route in routes[:-1]:
             if route.claims is None:
-                raise ValueError(f"{route.protocol} and others have {route.method} {route.path}, and no claims")
+                raise ValueError(
+                    f"{route.method} {route.path} is shared, and the route of {route.protocol} has no claims"
+                )
         if len({(route.access, route.work) for route in routes}) > 1:
             raise ValueError(f"the routes of {self.last.method} {self.last.path} differ in access or work")
 
@@ -439,17 +443,17 @@ class Endpoint:
 
 
 class Routes:
-    """shapes     by a path's beginning, how errors of paths that do not exist are written
-    strangers  by a path's beginning, the route that all other paths there lead to, whatever their method
+    """shapes     error writers for paths that do not exist, by path prefix
+    catch_alls  catch-all routes for all other paths, of any method, by path prefix
     """
 
     def __init__(
         self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None,
-        strangers: Mapping[str, Route] | None = None,
+        catch_alls: Mapping[str, Route] | None = None,
     ) -> None:  # fmt: skip
         self.all = tuple(routes)
         self._shapes = dict(shapes or {})
-        self._strangers = {start: Endpoint([route]) for start, route in (strangers or {}).items()}
+        self._strangers = {start: Endpoint([route]) for start, route in (catch_alls or {}).items()}
         claimed: dict[str, dict[str, list[Route]]] = {}
         for route in self.all:
             claimed.setdefault(route.path, {}).setdefault(route.method, []).append(route)
@@ -466,13 +470,13 @@ class Routes:
             raise HttpError(404, "not_found", "no such path; see /docs")
         place = methods.get(method)
         if place is None and method == "HEAD" and "GET" in methods and methods["GET"].last.access == "open":
-            return methods["GET"]  # probes of load balancers; the listener leaves the body out
+            return methods["GET"]  # health checks of load balancers; the listener omits the body
         if place is None:
             allowed = ", ".join(sorted(methods))
-            raise HttpError(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
+            raise HttpError(405, "method_not_allowed", f"this path accepts {allowed}", allow=allowed)
         return place
 
     def errors(self, path: str) -> ErrorWriter:
-        if path in self._by_path:  # with another method
+        if path in self._by_path:  # the path exists with another method
             return next(iter(self._by_path[path].values())).last.errors
         return next((writer for start, writer in self._shapes.items() if path.startswith(start)), HttpError.reply)

@@ -1,9 +1,9 @@
-"""Processes that read large bodies, beside the one that answers.
+"""Processes that parse large bodies outside the server process.
 
-One call that decodes 60 MiB of JSON holds the interpreter's lock for up to three seconds, in whichever thread it is.
-So it is made elsewhere, and what comes back is put together in small pieces (`tree.py`).
+Decoding 60 MiB of JSON in one call holds the GIL for up to three seconds, whichever thread it runs in. It is therefore
+done in another process, and the result is assembled in small pieces (`tree.py`).
 
-    python -m plaudit.serve.http.reader FD     for each request: imports its module, calls its function, sends the tree
+    python -m plaudit.serve.http.reader FD     for each request: imports the module, calls the function, sends the tree
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import msgspec
 from plaudit.process.framing import LENGTH, FrameReader, pack
 from plaudit.process.spawn import Child, spawn
 from plaudit.serve.http.message import HttpError
-from plaudit.serve.http.tree import Assembler, Cutter, TreeError
+from plaudit.serve.http.tree import Assembler, TreeError, TreeSplitter
 
 READERS = 2
-NICE = 10  # answering goes first where cores are scarce
-SILENT_SECONDS = 120.0  # that a reader may take to read a body; a hang, by two orders of magnitude
+NICE = 10  # the server process has priority where cores are scarce
+SILENT_SECONDS = 120.0  # timeout for reading a body; two orders of magnitude above the normal duration
 T = TypeVar("T")
 
 
 class ReadRequest(msgspec.Struct, array_like=True):
-    """A function of a module, its arguments behind the body, how much may be in what it returns, and how many bytes
-    the body has that follows."""
+    """A function of a module, its arguments after the body, limits for the result, and the size of the body that
+    follows."""
 
     module: str
     function: str
@@ -65,7 +65,8 @@ _ANSWER: msgspec.msgpack.Decoder[Piece | Whole | ReadRefused] = msgspec.msgpack.
 
 
 class BodyReaders:
-    """`read(...)` in another process. A key has one of them at a time: large bodies of one keep no other waiting."""
+    """Runs `read(...)` in another process. Each key uses at most one process at a time, so its large bodies do not
+    delay others."""
 
     def __init__(self, count: int = READERS) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="reader")
@@ -77,7 +78,7 @@ class BodyReaders:
     async def run(
         self, read: Callable[..., T], body: bytes, arguments: Sequence[Any], most: int, tenant: str, deadline: float
     ) -> T:
-        """What `read(body, *arguments)` returns: a record whose type it names, or the fields of an object."""
+        """Returns `read(body, *arguments)`: a record of the named type, or the fields of an object."""
         loop = asyncio.get_running_loop()
         kind = get_type_hints(read)["return"]
         turn: asyncio.Future[_Reader] = loop.create_future()
@@ -88,14 +89,14 @@ class BodyReaders:
                 reader = await turn
                 request = ReadRequest(read.__module__, read.__qualname__, list(arguments), most, len(body))
                 work = loop.run_in_executor(self._threads, reader.exchange, request, body, kind)
-                turn = loop.create_future()  # this one is used
+                turn = loop.create_future()  # done when a reader is assigned
                 work.add_done_callback(partial(self._done, tenant, reader))
                 result: T = await asyncio.shield(work)
                 return result
         except TimeoutError:
-            raise HttpError(504, "deadline", "the deadline passed before the body was read") from None
+            raise HttpError(504, "deadline", "the deadline expired before the body was read") from None
         finally:
-            if turn.done() and not turn.cancelled():  # it came, and nobody was there any more
+            if turn.done() and not turn.cancelled():  # a reader was assigned, but the waiter has been cancelled
                 self._free(tenant, turn.result())
             turn.cancel()
 
@@ -106,7 +107,7 @@ class BodyReaders:
 
     def _done(self, tenant: str, reader: _Reader, work: asyncio.Future[Any]) -> None:
         if not work.cancelled():
-            work.exception()  # seen, also where nobody waits any more
+            work.exception()  # retrieved, also if nobody awaits it
         self._free(tenant, reader)
 
     def _free(self, tenant: str, reader: _Reader) -> None:
@@ -115,7 +116,7 @@ class BodyReaders:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        """Keys in the order in which they had their last turn."""
+        """Assigns free readers to keys in the order of their last use."""
         for tenant, turns in tuple(self._waiting.items()):
             while turns and turns[0].cancelled():
                 turns.popleft()
@@ -128,14 +129,14 @@ class BodyReaders:
 
 
 class _Reader:
-    """One process, started when it is first needed, and again if it has ended."""
+    """One process, started on first use and restarted when it has exited."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
         self._sock: socket.socket | None = None
 
     def exchange(self, request: ReadRequest, body: bytes, kind: Any) -> Any:
-        """In a thread."""
+        """Sends one request and reads its reply. Called in a thread."""
         try:
             if self._sock is None:
                 self._child, self._sock = spawn(__name__)
@@ -144,11 +145,12 @@ class _Reader:
             self._sock.sendall(body)
             tree = self._assembled(self._sock)
         except HttpError:
-            raise  # a whole answer: nothing of it is left in the socket
+            raise  # a complete reply: nothing of it is left in the socket
         except OSError:
             self.end()
             raise HttpError(
-                503, "read_failed", "the process that reads large bodies has ended; send it again, in smaller parts",
+                503, "read_failed", "the process that parses large bodies has exited; send the request again in "
+                "smaller parts",
                 retry_after=1,
             ) from None  # fmt: skip
         except BaseException:
@@ -183,7 +185,7 @@ def main(fd: int) -> None:
     os.nice(NICE)
     sock = socket.socket(fileno=fd)
     stream = sock.makefile("rb")
-    with suppress(BrokenPipeError, ConnectionResetError):  # the server is gone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the server has exited
         while head := stream.read(LENGTH.size):
             request = msgspec.msgpack.decode(stream.read(*LENGTH.unpack(head)), type=ReadRequest)
             sock.sendall(_answer(request, stream.read(request.size)))
@@ -194,7 +196,7 @@ def _answer(request: ReadRequest, body: bytes) -> bytes:
         read = getattr(importlib.import_module(request.module), request.function)
         names, hints = read.__code__.co_varnames[1:], get_type_hints(read)
         arguments = [msgspec.convert(each, hints[name]) for name, each in zip(names, request.arguments, strict=False)]
-        pieces = [pack(Piece(*frame)) for frame in Cutter(request.most).cut(read(body, *arguments))]
+        pieces = [pack(Piece(*frame)) for frame in TreeSplitter(request.most).cut(read(body, *arguments))]
     except HttpError as error:
         return pack(ReadRefused(error.status, error.type, str(error)))
     except TreeError as error:

@@ -1,13 +1,13 @@
-"""OpenTelemetry's spans of requests, where the environment asks for them (`OTEL_*`); elsewhere nothing is imported.
+"""OpenTelemetry spans of requests, enabled by the environment (`OTEL_*`); otherwise nothing is imported.
 
-    POST /v1/rewards     the request, below the span of its `traceparent`
+    POST /v1/rewards     the request, child of the span of its `traceparent`
       prepare            rendering and tokenising
-      queue              until the last of its items was sent to a worker
-      batch              what one send to a worker had of it, until the last of that was answered
-        worker           in the worker's process, until that answer left it
+      queue              until its last item was sent to a worker
+      batch              the items sent to a worker in one batch, until the last was answered
+        worker           time in the worker process, until the answer was sent
 
-Spans are made of times that were taken on the way when all of them are known, so that the way itself has no code of
-OpenTelemetry's, and a request that is not sampled costs nothing but that decision.
+Spans are created at the end from recorded timestamps, so the request path itself contains no OpenTelemetry code and
+an unsampled request costs only the sampling decision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NANOSECONDS = 1_000_000_000
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What was sent to a worker at once. Times are nanoseconds since 1970."""
+    """A batch sent to a worker. Times are nanoseconds since 1970."""
 
     sent: int
     replica: int
@@ -48,7 +48,7 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class JobTimes:
-    """Of one work: when it came, with what it was sent last, when it was answered, how long the worker had it."""
+    """Timestamps of one work: arrival, last batch, answer, and the time spent in the worker."""
 
     queued: int
     batch: Batch | None = None
@@ -60,11 +60,11 @@ class JobTimes:
 
 
 TRACE: ContextVar[Trace | None] = ContextVar("TRACE", default=None)
-"""Of the request that this task works for; None: nobody asked for it."""
+"""The trace of the request this task works for; None: it is not traced."""
 
 
 class Traces:
-    """exporters  where spans go"""
+    """exporters  destinations of the spans"""
 
     def __init__(self, exporters: Iterable[SpanExporter], log: Log) -> None:
         from opentelemetry import propagate, trace
@@ -79,12 +79,13 @@ class Traces:
         self.tracer = self._provider.get_tracer("plaudit.serve", __version__)
         self.api = trace
         self._extract = propagate.extract
-        said = logging.getLogger("opentelemetry")  # a collector that cannot be reached is a line of our log
-        said.addHandler(_Said(log))
+        said = logging.getLogger("opentelemetry")  # an unreachable collector is logged through our log
+        said.addHandler(_LogHandler(log))
         said.propagate = False
 
     def begin(self, request: Request) -> Trace | None:
-        """The span of a request; None if it is not sampled. It has the path of its route, so a request has a route."""
+        """Starts the span of a request; None if it is not sampled. It is named after the route, which must be
+        resolved."""
         assert request.route is not None
         carried = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.items()}
         span = self.tracer.start_span(
@@ -97,7 +98,7 @@ class Traces:
         return Trace(self, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
@@ -110,7 +111,7 @@ class Trace:
         self._below = traces.api.set_span_in_context(span)
 
     def end(self, request: Request, status: int | None) -> None:
-        """`status` None: the client went away first."""
+        """`status` None: the client disconnected first."""
         assert request.route is not None
         facts = {
             "plaudit.protocol": request.route.protocol, "plaudit.key": request.tenant, "plaudit.model": request.model,
@@ -122,7 +123,7 @@ class Trace:
         if error is not None:
             facts["error.type"] = error
         self._span.set_attributes(facts)
-        if status is None or status >= 500:  # what a client did wrong is no error of a server's span
+        if status is None or status >= 500:  # client errors are not errors of a server span
             self._span.set_status(self._traces.api.StatusCode.ERROR, error)
         self._span.end()
 
@@ -131,7 +132,7 @@ class Trace:
         self._add("prepare", now - int(seconds * NANOSECONDS), now, {})
 
     def computed(self, model: str, version: str, works: Iterable[JobTimes | None]) -> None:
-        """Of works that were answered, or given up."""
+        """Adds spans of works that were answered or cancelled."""
         times = [each for each in works if each is not None]
         if not times:
             return
@@ -161,7 +162,7 @@ class Trace:
         return span
 
 
-class _Said(logging.Handler):
+class _LogHandler(logging.Handler):
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
@@ -171,7 +172,7 @@ class _Said(logging.Handler):
 
 
 def traces_of(environment: Mapping[str, str], log: Log) -> Traces | None:
-    """None unless a variable of OpenTelemetry's names an exporter or an endpoint."""
+    """Returns None unless a variable of OpenTelemetry names an exporter or an endpoint."""
     endpoint = any(environment.get(name) for name in ENDPOINTS)
     names = environment.get("OTEL_TRACES_EXPORTER", "otlp" if endpoint else "none")
     wanted = [name for word in names.split(",") if (name := word.strip()) not in ("", "none")]
@@ -181,7 +182,10 @@ def traces_of(environment: Mapping[str, str], log: Log) -> Traces | None:
         exporters = [_exporter(name, environment) for name in wanted]
         return Traces(exporters, log)
     except ImportError as error:
-        raise ConfigError(f"the environment's OTEL_* asks for traces ({error}): {INSTALL}, or unset them") from error
+        raise ConfigError(
+            f"the OTEL_* environment variables enable tracing, which needs a package ({error}): "
+            f"{INSTALL}, or unset them"
+        ) from error
 
 
 def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
@@ -193,6 +197,6 @@ def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
         registered = OTLP[protocol]
     entry_point = next(iter(entry_points(group="opentelemetry_traces_exporter", name=registered)), None)
     if entry_point is None:
-        raise ConfigError(f"OTEL_TRACES_EXPORTER asks for {name}, and {registered} is not installed: {INSTALL}")
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}, but {registered} is not installed: {INSTALL}")
     exporter: SpanExporter = entry_point.load()()
     return exporter

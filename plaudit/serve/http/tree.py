@@ -1,7 +1,8 @@
-"""A tree of values in pieces that take a moment each: what one process has decoded, another one puts together without
-keeping its other threads from running.
+"""Transfers a tree of values in small frames: one process decodes it, another assembles it without blocking its other
+threads for long.
 
-    frame = [operation, value]    small values whole; large lists, dicts, texts and arrays opened, filled and closed
+    frame = [operation, value]    small values as they are; large lists, dicts, texts and arrays are opened, filled and
+    closed
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PIECE = 4096  # values in a frame, of which 16 characters count as one
-MOST_DEPTH = 100
+PIECE = 4096  # values per frame; 16 characters count as one value
+MAX_DEPTH = 100
 VALUE, LIST, DICT, TEXT, BYTES, ARRAY, FILL, KEY, END = range(9)
 Frame = tuple[int, Any]
 _PLAIN = {int, float, bool, type(None)}
 
 
 class TreeError(Exception):
-    """A tree that is deeper or has more in it than is taken."""
+    """A tree that is too deep or has too many values."""
 
 
-class Cutter:
-    """`most`: lists, dicts, keys and texts of a tree. Numbers cost their bytes; these cost the garbage collector's
-    time too."""
+class TreeSplitter:
+    """Splits a value into frames. `most`: the limit of lists, dicts, keys and texts. Numbers cost only their bytes;
+    these also cost garbage collector time."""
 
     def __init__(self, most: int) -> None:
         self._left = self._most = most
@@ -34,19 +35,19 @@ class Cutter:
         self._plain: set[int] = set()  # lists of numbers
 
     def cut(self, value: Any) -> Iterator[Frame]:
-        """Records (dataclasses, Structs) are cut as dicts, tuples as lists."""
+        """Yields the frames. Records (dataclasses, Structs) become dicts, tuples become lists."""
         value = self._weighed(value, 0)
         yield from self._frames(value)
 
     def _weighed(self, value: Any, depth: int) -> Any:
-        """The value in lists and dicts, whose weights are noted."""
+        """The value as lists and dicts, with their weights recorded."""
         if type(value) in _PLAIN:
             return value
         self._left -= 1 + (len(value) if isinstance(value, dict) else 0)
         if self._left < 0:
             raise TreeError(f"the body has more than {self._most} JSON values other than numbers; split it")
-        if depth > MOST_DEPTH:
-            raise TreeError(f"the body is nested deeper than {MOST_DEPTH} levels; send it flat")
+        if depth > MAX_DEPTH:
+            raise TreeError(f"the body is nested deeper than {MAX_DEPTH} levels; send it flat")
         if isinstance(value, tuple):
             value = list(value)
         if isinstance(value, msgspec.Struct):
@@ -75,7 +76,7 @@ class Cutter:
         if isinstance(value, str | bytes):
             return 1 + len(value) // 16
         if isinstance(value, np.ndarray):
-            return PIECE + 1  # always in frames of its own
+            return PIECE + 1  # always in separate frames
         return self._weights[id(value)]
 
     def _frames(self, value: Any) -> Iterator[Frame]:
@@ -130,11 +131,11 @@ class Cutter:
 
 
 class Assembler:
-    """Frames back to the value."""
+    """Rebuilds the value from its frames."""
 
     def __init__(self) -> None:
         self.value: Any = None
-        self._open: list[tuple[int, Any, Any]] = []  # what it is, its parts so far, the type of an array
+        self._open: list[tuple[int, Any, Any]] = []  # kind, parts so far, dtype of an array
         self._keys: list[str] = []
 
     def add(self, operation: int, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Files that may change while the server runs."""
+"""Detects changes of files while the server runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class Watch:
         self._read = self._seen = self._signature()
 
     def read(self) -> None:
-        """The files are about to be read."""
+        """Record the state of the files; call before reading them."""
         self._read = self._signature()
 
     def changed(self) -> bool:
-        """Whether they are others than were read, and the same as at the last look: somebody may be writing them."""
+        """Whether the files differ from those read and are unchanged since the last call: they may still be being
+        written."""
         before, self._seen = self._seen, self._signature()
         return before == self._seen != self._read
 

@@ -1,2 +1,2 @@
-"""One file or folder per protocol: `wire` turns bodies into records and records into replies, `routes` says which paths
-it answers; small protocols have both in one file."""
+"""One file or folder per protocol: `wire` parses bodies to records and writes records as replies, `routes` defines the
+paths it answers; small protocols have both in one file."""

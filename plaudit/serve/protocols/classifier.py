@@ -1,6 +1,6 @@
-"""What vLLM, TEI and Infinity ask alike: prompts become tokens as transformers reads them, tokens become class logits.
+"""The part that vLLM, TEI and Infinity share: tokenises prompts as transformers does, and returns class logits.
 
-These protocols show what the model's head says. Weights and standardisation of a reward are not applied.
+These protocols return the output of the model's head. Reward weights and standardisation are not applied.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from plaudit.serve.scoring import PROCESS_MODEL, REWARD_MODEL, ScoringService
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """special                whether the tokenizer adds what it adds of itself
-    text_most, pair_most   tokens of each that are looked at; 0: all
+    """special                whether the tokenizer adds its special tokens
+    text_most, pair_most   maximum tokens of each that are used; 0: no limit
     """
 
     text: str
@@ -45,7 +45,7 @@ class Text:
 class Chat:
     messages: Sequence[Mapping[str, Any]]
     opening: bool = False
-    """Whether the template also writes where the assistant begins to answer."""
+    """Whether the template appends the generation prompt of the assistant."""
 
 
 Prompt = Text | Chat | Sequence[int]
@@ -61,7 +61,7 @@ class Classifier:
                     self._paths.setdefault(path, name)
 
     def find(self, name: str | None, kind: str | None = None) -> ServedModel:
-        """By name, alias or, as verl asks, by the path it was loaded from; the first one if None."""
+        """Finds a model by name, alias or, as verl does, by the path it was loaded from; the first one if None."""
         if not name:
             name = REWARD_MODEL if kind == "outcome" or REWARD_MODEL in self.scoring.aliases else PROCESS_MODEL
         return self.scoring.find_model(self._paths.get(name, name), kind)
@@ -77,19 +77,19 @@ class Classifier:
                 lambda piece: _tokenised(intake, piece, cut, over), prompts, lambda prompt: _effort([prompt])
             )
         finally:
-            over.set()  # a thread cannot be stopped: this one looks here before each prompt
+            over.set()  # a thread cannot be cancelled: it checks this before each prompt
 
-    async def spelled(self, served: ServedModel, prompt: Prompt) -> list[int]:
-        """Of any length."""
+    async def full_tokens(self, served: ServedModel, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt, without a length limit."""
         try:
-            return await asyncio.to_thread(spelled, served.intake(), prompt, Cut())
+            return await asyncio.to_thread(full_tokens, served.intake(), prompt, Cut())
         except Refused as error:
             raise HttpError(400, error.type, str(error)) from error
 
     async def logits(
         self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
     ) -> list[np.ndarray]:
-        """(labels,) of each."""
+        """Class logits of each token list, (labels,)."""
         table = served.current.table
         mean = isinstance(table, OutcomeTable) and table.pool == "mean"
         works = [
@@ -101,10 +101,10 @@ class Classifier:
     async def rows(
         self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
     ) -> list[np.ndarray]:
-        """(tokens, labels) of each; of a process model whose format has a tag (steps, labels or columns)."""
+        """Outputs for each token, (tokens, labels); for a process model with a step tag (steps, labels or columns)."""
         reading = served.reading
         if isinstance(reading, EncoderReading):
-            raise HttpError(422, "wrong_kind", f"{served.name} reads whole texts, its tokens have no scores: /classify")
+            raise HttpError(422, "wrong_kind", f"{served.name} scores whole texts, not tokens: use /classify")
         works: Sequence[Work | None]
         if isinstance(reading, ProcessReading) and reading.tag:
             small = sum(map(len, tokens)) <= INLINE_TOKENS
@@ -113,7 +113,7 @@ class Classifier:
             works = [Work(ids, tuple(range(len(ids))), reading.columns, 0, False) for ids in tokens]
         else:
             works = [Work(ids, tuple(range(len(ids))), None, 0, False) for ids in tokens]
-        # Of a format without a tag every token is read: too much to keep one by one.
+        # Without a step tag every token is read: too many to cache separately.
         steps = isinstance(reading, ProcessReading) and bool(reading.tag)
         sound = [work for work in works if work is not None]
         remaining = iter(await self._read(request, served, sound, priority, path=steps))
@@ -137,7 +137,7 @@ class Classifier:
 
 
 def activate(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
-    """The sigmoid of one label, the softmax of several, of which one is true; where any may be, the sigmoid of each.
+    """Applies softmax to the logits of exclusive labels, the sigmoid to a single label or to independent labels.
     (..., labels) -> (..., labels)"""
     values = logits.astype(np.float64)
     if values.shape[-1] == 1 or multi_label:
@@ -149,7 +149,7 @@ def activate(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
 
 
 def _steps(reading: ProcessReading, tokens: Sequence[list[int]]) -> list[Work | None]:
-    """None where there is no step."""
+    """The positions to read for each token list; None if it has no steps."""
     works: list[Work | None] = []
     for ids in tokens:
         try:
@@ -162,7 +162,7 @@ def _steps(reading: ProcessReading, tokens: Sequence[list[int]]) -> list[Work | 
 
 
 def _effort(prompts: Sequence[Prompt]) -> int:
-    """In characters. A chat is more than any: its template is rendered in another process."""
+    """Estimates the cost in characters. A chat counts most: its template is rendered in another process."""
     effort = 0
     for prompt in prompts:
         if isinstance(prompt, Text):
@@ -180,7 +180,7 @@ def _tokenised(
     rows: list[list[int] | ItemError] = []
     for prompt in prompts:
         if over.is_set():
-            break  # nobody waits for it
+            break  # the request was cancelled
         try:
             rows.append(_scorable(intake, prompt, cut))
         except Refused as error:
@@ -189,18 +189,18 @@ def _tokenised(
 
 
 def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
-    tokens = spelled(intake, prompt, cut)
+    tokens = full_tokens(intake, prompt, cut)
     if not tokens:
-        raise Refused("empty", "the prompt has not one token; give at least one")
+        raise Refused("empty", "the prompt has no tokens; expected at least one")
     if len(tokens) > intake.limit:
         raise Refused(
-            "too_long", f"the prompt has {len(tokens)} tokens, and {intake.facts.name} takes {intake.limit}; shorten it"
+            "too_long", f"the prompt has {len(tokens)} tokens; {intake.facts.name} accepts {intake.limit}; shorten it"
         )
     intake.tokens(tokens)
     return tokens
 
 
-def spelled(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
+def full_tokens(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
     if isinstance(prompt, Text):
         return _encoded(intake, prompt, cut)
     if isinstance(prompt, Chat):
@@ -225,11 +225,11 @@ def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
 
 
 def _shortened(intake: Intake, text: str, most: int) -> str:
-    """The text up to where its first `most` tokens end."""
+    """The text truncated after its first `most` tokens."""
     while text and most:
         spans = intake.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if len(spans) <= most:
             break
-        # A shorter text may be cut into other tokens, so that there are still too many.
+        # The shorter text may be tokenised differently and still have too many tokens.
         text = text[: min(spans[most - 1][1], spans[most][0], len(text) - 1)]
     return text

@@ -1,11 +1,11 @@
-"""NeMo Gym's resources server, as far as an agent asks it for rewards.
+"""NeMo Gym's resources server, limited to what an agent needs to get rewards.
 
 POST /seed_session, /close_session   {} or {"resources_session_id", ...} -> {} or {"resources_session_id"}
 POST /verify    {"responses_create_params": {"input": "..." or [messages]}, "response": {"output": [...]}, ...}
-                -> all of that, as it came, and {"reward": 0.73}
+                -> the same fields and {"reward": 0.73}
 
-A response's `output` is OpenAI's list of items: what the model said, thought and called, and what tools answered. There
-is no state: a session is only a name. A response that cannot be scored is an error, and never the reward 0.
+A response's `output` is OpenAI's list of items: the model's messages, reasoning and calls, and the tools' outputs. The
+server is stateless: a session is only a name. A response that cannot be scored is an error, never the reward 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plaudit.serve.http.message import HttpError, Reply, Request, Route, convert
 from plaudit.serve.protocols.protocol import ProtocolRoutes
 from plaudit.serve.scoring import REWARD_MODEL
 
-TRUTHS = ("truth", "expected_answer", "ground_truth", "answer")  # where rows of its data sets have what is right
+TRUTHS = ("truth", "expected_answer", "ground_truth", "answer")  # fields of its data sets with the reference answer
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -42,7 +42,7 @@ class NemoGymRoutes(ProtocolRoutes):
 
     def routes(self) -> list[Route]:
         return [
-            self.work("/seed_session", self.session, "NeMo Gym: begin an episode, of which nothing is kept"),
+            self.work("/seed_session", self.session, "NeMo Gym: begin an episode; stores nothing"),
             self.work("/close_session", self.session, "NeMo Gym: end an episode"),
             self.work("/verify", self.verify, "NeMo Gym: the reward of a response"),
         ]
@@ -50,7 +50,7 @@ class NemoGymRoutes(ProtocolRoutes):
     @staticmethod
     def errors(error: HttpError, request_id: str) -> Reply:
         """FastAPI's shape."""
-        status = 422 if error.type == "invalid_json" else error.status  # as FastAPI's own
+        status = 422 if error.type == "invalid_json" else error.status  # the status FastAPI uses
         return error.shaped({"detail": str(error)}, request_id, status)
 
     async def session(self, request: Request) -> Reply:
@@ -66,7 +66,7 @@ class NemoGymRoutes(ProtocolRoutes):
 
 
 def read_item(fields: dict[str, Any]) -> Item:
-    """Prompt and response apart, where the response is one text: so rules read it, and prompts are shared."""
+    """Separates prompt and response if the response is one text, so that rules can read it and prompts are shared."""
     asked = convert(fields, _Verify)
     given = asked.responses_create_params
     prompt = [{"role": "system", "content": given.instructions}] if given.instructions else []
@@ -85,7 +85,7 @@ def read_item(fields: dict[str, Any]) -> Item:
 
 
 def _messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Chat messages of OpenAI's items. Thoughts are not part of what is judged."""
+    """Converts OpenAI's items to chat messages. Reasoning is not scored."""
     messages: list[dict[str, Any]] = []
     for place, item in enumerate(items):
         match item.get("type", "message"):
@@ -95,7 +95,7 @@ def _messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
                 calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
                 if messages and "tool_calls" in messages[-1]:
-                    messages[-1]["tool_calls"] += calls  # of one turn
+                    messages[-1]["tool_calls"] += calls  # calls of one turn
                 else:
                     messages.append({"role": "assistant", "content": "", "tool_calls": calls})
             case "function_call_output":
@@ -105,8 +105,9 @@ def _messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
                 pass
             case other:
                 raise HttpError(
-                    422, "unsupported_form", f"{where}[{place}] is a {str(other)[:40]!r}; messages, function calls, "
-                    "their outputs and reasoning are read",
+                    422, "unsupported_form", f"{where}[{place}] is a {str(other)[:40]!r}; expected messages, "
+                    "function calls, "
+                    "their outputs or reasoning",
                 )  # fmt: skip
     return messages
 
@@ -117,5 +118,5 @@ def _text(content: Any, where: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in TEXTS]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise HttpError(422, "unsupported_form", f"{where} has content that is not text; only text is scored")
+        raise HttpError(422, "unsupported_form", f"{where} has content that is not text; send only text")
     return "".join(map(str, texts))

@@ -1,4 +1,4 @@
-"""The documentation of the HTTP surface, made from the table of routes."""
+"""The documentation of the HTTP API, generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from plaudit.serve.protocols.native import wire as native
 REWARDS = "/v1/rewards"
 BODIES = {"/admin/swap": "Swap", "/admin/rollback": "Rollback", "/admin/scale": "Scale"}
 TITLES = {
-    "native": "Plaudit's own", "triton": "Triton, PyTriton, NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
+    "native": "Plaudit's native protocol", "triton": "Triton, PyTriton, "
+    "NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
     "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl", "openai": "OpenAI chat and completions",
     "nemo-gym": "NeMo Gym",
 }  # fmt: skip
-WIRES = {  # where a protocol's wire format is described, if not in a `wire` of its own
+WIRES = {  # module of the wire format, if it is not the protocol's `wire`
     "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),
     "nemo-gym": ("nemo_gym",), "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf:SlimeRoutes",),
 }  # fmt: skip
 WHO = {
-    "open": "anybody", "key": "with an API key, where there is one", "metrics": "with a key for metrics",
+    "open": "anyone", "key": "with an API key, if keys are set", "metrics": "with a key for metrics",
     "admin": "with the admin key",
 }  # fmt: skip
 MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}}
@@ -67,8 +68,9 @@ SCHEMAS: dict[str, Any] = {
         "type": "object", "required": ["model", "path"],
         "properties": {
             "model": {"type": "string"},
-            "path": {"type": "string", "description": "A directory under model_root, relative to it."},
-            "wait": {"type": "boolean", "default": True, "description": "false: 202 at once, see /admin/swaps."},
+            "path": {"type": "string", "description": "A directory relative to model_root."},
+            "wait": {"type": "boolean", "default": True, "description":
+            "false: replies 202 at once, see /admin/swaps."},
         },
     },
     "Rollback": {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}},
@@ -79,10 +81,11 @@ SCHEMAS: dict[str, Any] = {
     "RewardRequest": {
         "type": "object", "required": ["items"],
         "properties": {
-            "model": {"type": "string", "description": "The first model served, if left out."},
+            "model": {"type": "string", "description": "Defaults to the first model."},
             "items": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Item"}},
-            "steps": {"type": "boolean", "default": False, "description": "Step scores of a process model as well."},
-            "truncate": {"enum": ["left", "right"], "description": "The side that may be cut."},
+            "steps": {"type": "boolean", "default": False, "description":
+            "Also return step scores of a process model."},
+            "truncate": {"enum": ["left", "right"], "description": "The side to truncate."},
             "priority": {"type": "integer", "minimum": -native.PRIORITIES, "maximum": native.PRIORITIES, "default": 0},
             "cache": {"type": "boolean", "default": True},
         },
@@ -139,15 +142,15 @@ def _places(routes: Sequence[Route]) -> Iterator[tuple[str, str, list[Route]]]:
 
 
 def _operation(path: str, routes: Sequence[Route]) -> dict[str, Any]:
-    """What one method of a path does. Where protocols share it, the body decides between them."""
+    """The entry of one path and method. Where protocols share it, the body decides between them."""
     last = routes[-1]
     entry: dict[str, Any] = {
         "summary": "; or ".join(dict.fromkeys(route.summary for route in routes)),
         "tags": list(dict.fromkeys(route.protocol for route in routes)),
-        "responses": {"200": {"description": "OK"}, "default": {"description": "An error, as the protocol writes it"}},
+        "responses": {"200": {"description": "OK"}, "default": {"description": "An error in the protocol's format"}},
     }
     if len(routes) > 1:
-        entry["description"] = "Several protocols have this path. The fields of the body decide which of them answers."
+        entry["description"] = "Several protocols share this path. The fields of the body select the protocol."
     if last.access != "open":
         entry["security"] = [{"key": []}]
     if path == REWARDS:
@@ -173,7 +176,7 @@ def _content(schema: str, binary: bytes | None = None) -> dict[str, Any]:
 
 
 def docs_page(routes: Sequence[Route]) -> str:
-    """Readable without the internet, so no viewer of somebody else's: every route, and each protocol's own words."""
+    """A page that works offline, without a third-party viewer: every route, and the description of each protocol."""
     by_protocol: dict[str, list[Route]] = {}
     for route in routes:
         by_protocol.setdefault(route.protocol, []).append(route)
@@ -181,7 +184,7 @@ def docs_page(routes: Sequence[Route]) -> str:
 
 
 def _section(protocol: str, routes: Sequence[Route]) -> str:
-    rows: dict[tuple[str, str], list[Route]] = {}  # what several paths do is told once
+    rows: dict[tuple[str, str], list[Route]] = {}  # paths with the same routes share one row
     for route in routes:
         rows.setdefault((route.method, route.summary), []).append(route)
     lines = [
@@ -197,7 +200,7 @@ def _section(protocol: str, routes: Sequence[Route]) -> str:
 
 
 def _words(protocol: str) -> str:
-    """What the modules and classes of a protocol say of its wire format."""
+    """The docstrings of a protocol's modules and classes, which describe its wire format."""
     texts = []
     for home in WIRES.get(protocol, (f"{protocol}.wire",)):
         module, _, name = home.partition(":")

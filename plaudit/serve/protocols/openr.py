@@ -1,9 +1,9 @@
-"""OpenR's process reward worker, and as much of its FastChat controller as the worker's own models need.
+"""OpenR's process reward worker, and the part of its FastChat controller that clients of the worker need.
 
 POST /get_worker_address       {"model": "NAME"} -> {"address": "http://..."}, "" for a name that is not served
 POST <address>/worker_value_inference
      {"input_str": "<question and steps with their tags>" or ["...", ...]}
-     -> {"input": as it came, "value": [step scores], or a list of them for a list}
+     -> {"input": unchanged, "value": [step scores], or a list of them for a list}
 POST /worker_get_status        -> {"model_names", "speed", "queue_length"}
 POST /list_models              -> {"models": ["NAME", ...]}
 """
@@ -20,7 +20,7 @@ from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.scoring import PROCESS_MODEL, ScoringService
 
 VALUE, STATUS = "/worker_value_inference", "/worker_get_status"
-ADDRESS = "OpenR: the address at which a model's worker answers"
+ADDRESS = "OpenR: the address of a model's worker"
 
 
 class _Model(msgspec.Struct):
@@ -41,23 +41,23 @@ class OpenRRoutes(ProtocolRoutes):
         self.names = [*models, *aliases]
 
     def routes(self) -> list[Route]:
-        refused = "OpenR: always refused, no other workers are taken"
+        refused = "OpenR: always rejected, no other workers can register"
         routes = [
             self.route("POST", "/get_worker_address", self.address, ADDRESS),
             self.route("POST", "/list_models", self.models, "OpenR: list the process models"),
             self.route("POST", "/register_worker", self.register, refused),
             self.route("POST", "/receive_heart_beat", self.register, refused),
         ]
-        # A worker has one model and its requests do not name it; so each model is a worker with an address of its own.
+        # An OpenR worker serves one model, which requests do not name; so each model gets its own worker address.
         for name, start in ((PROCESS_MODEL, ""), *((name, f"/openr/{name}") for name in self.names)):
             status = partial(self.status, name)
             routes.append(self.work(start + VALUE, partial(self.value, name), "OpenR: scores of a text's steps"))
-            routes.append(self.route("POST", start + STATUS, status, "OpenR: what waits for the worker"))
+            routes.append(self.route("POST", start + STATUS, status, "OpenR: the worker's queue"))
         return routes
 
     @staticmethod
     def errors(error: HttpError, request_id: str) -> Reply:
-        """FastChat's shape, with a status that says that it is an error."""
+        """FastChat's error format, but with an HTTP error status."""
         code = {401: 40101, 429: 42901}.get(error.status, 40001 if error.status < 500 else 50001)
         return error.shaped({"text": str(error), "error_code": code}, request_id)
 
@@ -65,10 +65,14 @@ class OpenRRoutes(ProtocolRoutes):
         request.content = await request.body()
         await request.read_fields()
         name = convert(request.fields(), _Model).model
-        # Where this connection arrived, and not what the Host header says: that is the client's word.
+        # The address of this connection, not the Host header, which the client controls.
         host, port = request.server
         if port is None:
-            raise HttpError(422, "no_address", "a unix socket has no URL; start the server with --host and --port")
+            raise HttpError(
+                422,
+                "no_address",
+                "the server listens on a unix socket, which has no URL; start it with --host and --port",
+            )
         shown = f"[{host}]" if ":" in host else host
         return Reply.json({"address": f"{request.scheme}://{shown}:{port}/openr/{name}" if name in self.names else ""})
 
@@ -77,7 +81,7 @@ class OpenRRoutes(ProtocolRoutes):
 
     async def register(self, request: Request) -> Reply:
         raise HttpError(
-            403, "forbidden", "this server is the controller of its own models only; run OpenR's controller and "
+            403, "forbidden", "this server controls only its own models; run OpenR's controller and "
             "register this server there",
         )  # fmt: skip
 
@@ -89,7 +93,7 @@ class OpenRRoutes(ProtocolRoutes):
     async def value(self, name: str, request: Request) -> Reply:
         texts = convert(request.fields(), _Value).input_str
         if texts == []:
-            raise HttpError(422, "invalid_request", "input_str is an empty list; give at least one text")
+            raise HttpError(422, "invalid_request", "input_str is an empty list; expected at least one text")
         served = self.scoring.find_model(name, "process")
         single = isinstance(texts, str)
         rows = sound(await served.tokenise([texts] if isinstance(texts, str) else texts, special=True), "input_str")

@@ -1,4 +1,4 @@
-"""OpenRLHF and slime: trainers that post what they have sampled and read a number."""
+"""OpenRLHF and slime: trainers that post samples and receive rewards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ class Queries(msgspec.Struct):
     labels: Any = None
 
     def item(self, place: int, truncate: Truncate) -> Item:
-        """Prompt and response apart."""
+        """The item at `place`, with prompt and response separated."""
         query, prompt = self.query[place], self._beside(self.prompts, place)
         if not isinstance(prompt, str) or prompt not in query:
             raise HttpError(
-                422, "unsupported_form", f"query[{place}] does not hold prompts[{place}], and a rule, judge or blend "
-                "must know where the response begins",
+                422, "unsupported_form", f"query[{place}] does not begin with prompts[{place}], but a rule, judge or "
+                "blend "
+                "needs to know where the response begins",
             )  # fmt: skip
         response = query[query.index(prompt) + len(prompt) :]
         return Item(prompt=prompt, response=response, truth=self._beside(self.labels, place), truncate=truncate)
 
     def _beside(self, values: Any, place: int) -> Any:
-        """One for each query; the oldest clients send none."""
+        """The value for one query; the oldest clients send none."""
         return values[place] if isinstance(values, list) and len(values) == len(self.query) else None
 
 
@@ -62,11 +63,12 @@ class OpenRLHFRoutes(ProtocolRoutes):
         in    {"query": ["<whole text, rendered>", ...], "prompts": [...], "labels": [...]}   (the oldest: query alone)
         out   {"rewards": [0.7, ...], "scores": [0.7, ...], "extra_logs": {"helpfulness": [...]}}
 
-    A client with several URLs sends empty lists to all but one and wants 200 for them. There is no room for the error
-    of a single query: one that fails fails its request. Text that is too long is refused, where the original cuts the
-    end of the response off without a word; `/get_reward?truncate=left` (or `right`) asks for a cut.
+    A client with several URLs sends empty lists to all but one and expects 200 for them. The protocol has no error for
+    a single query: a failed query fails its request. Text that is too long is rejected, where the original silently
+    truncates the end of the response; `/get_reward?truncate=left` (or `right`) enables truncation.
 
-    A model reads the query. Rules, judges and blends read prompt and response: the query from where its prompt ends.
+    Models read the query. Rules, judges and blends read prompt and response: the query is split at the end of its
+    prompt.
     """
 
     name = "openrlhf"
@@ -82,7 +84,7 @@ class OpenRLHFRoutes(ProtocolRoutes):
         self.scoring.check_count(len(queries.query))
         served = self.scoring.find(REWARD_MODEL)
         if isinstance(served, ServedModel) and served.kind != "judge":
-            # Rendered with everything in it: the tokenizer adds nothing.
+            # The query is rendered completely: the tokenizer adds no special tokens.
             rows = sound(await served.tokenise(queries.query, special=False), "query")
             items = [Item(tokens=tuple(row), truncate=truncate) for row in rows]
         else:
@@ -93,14 +95,14 @@ class OpenRLHFRoutes(ProtocolRoutes):
 
 
 class SlimeRoutes(ProtocolRoutes):
-    """slime's `--rm-type remote_rm --rm-url http://host:5555/remote_rm`: one sample a request.
+    """slime's `--rm-type remote_rm --rm-url http://host:5555/remote_rm`: one sample per request.
 
         in    {"prompt": "..." or [messages], "response": "...", "label": "..."}
         out   0.73, or with ?key=reward (and slime's --reward-key reward) {"reward": 0.73}
 
-    With `?rendered=true` prompt and response are taken as one rendered text, as `--apply-chat-template` makes them:
-    control strings in them are control tokens. Without it nothing in them is, and a prompt that begins with one is
-    refused: its score would be that of another text.
+    With `?rendered=true` prompt and response are one rendered text, as `--apply-chat-template` produces: control
+    strings in them are control tokens. Without it they are plain text, and a prompt that begins with a control token
+    is rejected, because its score would be that of another text.
     """
 
     name = "slime"
@@ -123,13 +125,13 @@ class SlimeRoutes(ProtocolRoutes):
 
 
 def refuse_rendered(prompt: Any, served: ServedModel) -> None:
-    """A prompt that begins with a control token has gone through a chat template already."""
+    """Rejects a prompt that begins with a control token: a chat template has already been applied to it."""
     controls = codec_of(served.intake().tokenizer).controls.values()
     begin = next((text for text in controls if isinstance(prompt, str) and prompt.startswith(text)), None)
     if begin is not None:
         raise HttpError(
-            422, "unsupported_form", f"the prompt begins with {begin!r}, a control token of {served.name}, so it is "
-            "rendered already: add ?rendered=true to the URL, or ?rendered=false if it is plain text after all",
+            422, "unsupported_form", f"the prompt begins with {begin!r}, a control token of {served.name}, so it looks "
+            "already rendered: add ?rendered=true to the URL, or ?rendered=false if it is plain text",
         )  # fmt: skip
 
 

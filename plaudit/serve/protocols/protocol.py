@@ -1,4 +1,4 @@
-"""What the protocols have in common: how a route is declared, and an input that cannot be read is refused."""
+"""The base class of protocols: how routes are declared and unreadable inputs are rejected."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from plaudit.serve.scoring import ScoringService
 
 
 class ProtocolRoutes(ABC):
-    """name    by which `--protocols` and `--allow-open` mean it
-    errors  how it writes an error
-    shapes  by a path's beginning, how errors of paths that do not exist are written
-    fields  whether its handlers read bodies as the fields of a JSON object
+    """name    the protocol's name in `--protocols` and `--allow-open`
+    errors  writes an error
+    shapes  error writers for paths that do not exist, by path prefix
+    fields  whether its handlers read bodies as JSON objects
     """
 
     name: ClassVar[str]
@@ -29,11 +29,11 @@ class ProtocolRoutes(ABC):
     def routes(self) -> list[Route]: ...
 
     def base_routes(self) -> list[Route]:
-        """Further routes below its base path /NAME, whose paths are another protocol's elsewhere."""
+        """Additional routes below its base path /NAME, whose paths belong to another protocol elsewhere."""
         return []
 
-    def strangers(self) -> list[tuple[str, Route]]:
-        """By a path's beginning, the route that all other paths there lead to."""
+    def catch_alls(self) -> list[tuple[str, Route]]:
+        """Catch-all routes by path prefix, for all other paths there."""
         return []
 
     @staticmethod
@@ -50,7 +50,7 @@ class ProtocolRoutes(ABC):
 
 
 def sound(rows: Sequence[list[int] | ItemError], what: str, status: int = 422) -> list[list[int]]:
-    """The token ids of all inputs. These protocols have no error for one input: it fails its request, and no other."""
+    """The token ids of all inputs. These protocols have no error for one input: an invalid input fails its request."""
     for place, row in enumerate(rows):
         if isinstance(row, ItemError):
             raise HttpError(status, row.type, f"{what}[{place}]: {row.message}")

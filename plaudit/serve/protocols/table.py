@@ -1,4 +1,4 @@
-"""One file per protocol: its routes, and how a request becomes scores. The wire formats are in `protocols/`."""
+"""The table of protocols and their routes. The wire formats are in the protocols' own files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plaudit.serve.protocols.triton.routes import TritonRoutes
 from plaudit.serve.protocols.vllm.routes import VllmRoutes
 from plaudit.serve.scoring import ScoringService
 
-# On a path that several have, the one that stands first and claims the body gets it; the last takes what is left.
+# On a shared path the first protocol that claims the body handles it; the last one handles the rest.
 PROTOCOLS: dict[str, type[ProtocolRoutes]] = {
     each.name: each
     for each in (
@@ -35,7 +35,7 @@ BELOW_BASE = (
     "/health/ready",
     "/v1/models",
     "/metrics",
-)  # native routes that clients of others ask for
+)  # native routes that clients of other protocols use
 
 
 def protocol_names() -> tuple[str, ...]:
@@ -49,29 +49,29 @@ def check_names(names: Sequence[str], what: str) -> None:
 
 
 def protocol_routes(scoring: ScoringService, names: Sequence[str] | None, more: Sequence[Route] = ()) -> Routes:
-    """The routes of these protocols, of all if None. The native ones are always there. `more` are further routes of
-    these protocols, which claim bodies before all others."""
+    """The routes of these protocols, or of all if None. The native routes are always included. `more`: additional
+    routes of these protocols, which are tried before all others."""
     protocols = [make(scoring) for name, make in PROTOCOLS.items() if names is None or name in names]
     spoken = {NATIVE, *(protocol.name for protocol in protocols)}
     more = [route for route in more if route.protocol in spoken]
     others = [*more, *(route for protocol in protocols for route in protocol.routes())]
     shapes = {start: writer for protocol in protocols for start, writer in protocol.shapes.items()}
-    strangers: dict[str, Route] = {}
+    catch_alls: dict[str, Route] = {}
     for protocol in protocols:
-        strangers.update(protocol.strangers())
+        catch_alls.update(protocol.catch_alls())
     our = NativeRoutes(scoring, others)
     native = our.routes()
     for base in ("", *(f"/{protocol.name}" for protocol in protocols)):
         path = f"{base}{ONE_MODEL}"
-        strangers[path] = Route("", path, "key", our.show_model, base[1:] or NATIVE, errors=write_error)
+        catch_alls[path] = Route("", path, "key", our.show_model, base[1:] or NATIVE, errors=write_error)
     based = [route for protocol in protocols for route in below_base_path(protocol, native, more)]
     shapes |= {f"/{protocol.name}/": protocol.errors for protocol in protocols}
-    return Routes([*native, *others, *based], shapes, strangers)
+    return Routes([*native, *others, *based], shapes, catch_alls)
 
 
 def below_base_path(protocol: ProtocolRoutes, native: Sequence[Route], more: Sequence[Route] = ()) -> list[Route]:
-    """The protocol alone below /NAME, with the health and the models that its clients ask for: a client whose URL ends
-    in /NAME gets its answers, whatever other protocols have the same paths."""
+    """The protocol's routes below /NAME, with the health and model routes its clients use: a client whose URL ends in
+    /NAME gets this protocol, even for paths that other protocols share."""
     further = [route for route in more if route.protocol == protocol.name]
     own = [*further, *protocol.routes(), *protocol.base_routes()]
     taken = {(route.method, route.path) for route in own}

@@ -1,1 +1,1 @@
-"""Replicas that Ray Serve keeps; `plaudit deploy`."""
+"""Replicas managed by Ray Serve; `plaudit deploy`."""

@@ -1,4 +1,4 @@
-"""`plaudit deploy`: a server's models as a configuration of Ray Serve's, for `serve deploy`. Needs no Ray."""
+"""`plaudit deploy`: writes a server's models as a Ray Serve configuration for `serve deploy`. Does not need Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILD = "plaudit.serve.ray.replica:build"
 HEAD = """\
 # One application per model. serve deploy FILE, then on a machine of the cluster, with the same models:
 #   plaudit serve --ray auto ...
-# which finds them running and is the way in. Models must lie at the same path on every node.
+# which connects to them and serves HTTP. Models must be at the same path on every node.
 """
 
 
@@ -32,7 +32,7 @@ def serve_config(table: ServeTable) -> str:
     applications: list[dict[str, Any]] = []
     for name, entry in table.models.items():
         if not isinstance(entry, ReadByEngine | EmbeddingTable | JudgeTable) or entry.path is None:
-            continue  # rules, blends and judges elsewhere have no worker
+            continue  # rules, blends and external judges have no worker
         arguments = {
             "table": entry.model_dump(mode="json", exclude_none=True),
             "environment": dict(QUIET),
@@ -42,6 +42,6 @@ def serve_config(table: ServeTable) -> str:
             {"name": application_name(name, 0), "route_prefix": None, "import_path": BUILD, "args": arguments}
         )  # fmt: skip
     if not applications:
-        raise ConfigError("none of the models has a worker that Ray Serve could keep")
+        raise ConfigError("none of the models has a worker that Ray Serve could run")
     tree = {"proxy_location": "Disabled", "applications": applications}
     return HEAD + str(yaml.safe_dump(tree, sort_keys=False, default_flow_style=False))

@@ -1,9 +1,9 @@
-"""Models whose workers Ray Serve keeps, on this machine or on a cluster.
+"""Models whose workers are managed by Ray Serve, on this machine or on a cluster.
 
-Each version of a model is an application of its own: Ray Serve places its replicas, asks for their health, replaces
-dead ones and scales them by the tokens that wait. The front keeps its queue, gathers the items of many requests into
-one frame per replica, and chooses the replica; frames go over a connection of their own, not through Ray Serve's router
-(which lost calls when its controller was killed). A connection that breaks is a death: what was held goes to another.
+Each version of a model is a Ray Serve application: Ray Serve places its replicas, checks their health, replaces failed
+ones and scales them by the number of queued tokens. The server keeps the queue, batches the items of many requests into
+one frame per replica, and chooses the replica; frames use a separate connection instead of Ray Serve's router (which
+lost calls when its controller was killed). A broken connection counts as a crash: its jobs are sent to another replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plaudit.errors import ConfigError, ModelError, one_line
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.ray.config import application_name
 from plaudit.serve.ray.replica import build
-from plaudit.serve.ray.seats import seats
+from plaudit.serve.ray.replica_ids import replica_ids
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.deployment import Deployment
@@ -32,18 +32,18 @@ from plaudit.serve.workers.link import Owner, State
 from plaudit.serve.workers.replica import Replica
 
 LOCAL = "local"
-LOCAL_CPUS = 64  # places for workers on one machine, which share its cores as processes do
+LOCAL_CPUS = 64  # logical CPUs for workers on one machine, which share its cores as processes do
 CALL_SECONDS = 20.0
 LOOK_SECONDS = 0.25
-ABSENT_SECONDS = 1.0  # a replica that failed a call is tried again after this, if Ray Serve still has it
+ABSENT_SECONDS = 1.0  # delay before a replica that failed a call is used again, if Ray Serve still lists it
 
 
 class Cluster:
-    """One connection to Ray for all models of a server. Calls that block run in a thread."""
+    """One connection to Ray for all models of a server. Blocking calls run in a thread."""
 
     def __init__(self, address: str) -> None:
         self.host = "127.0.0.1" if address == LOCAL else None
-        """Where replicas listen for the front; None: on the address of their node."""
+        """The address on which replicas listen for the server; None: the address of their node."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._started = self._threads.submit(self._start, address)
 
@@ -52,12 +52,12 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def close(self) -> None:
-        """Applications were deleted with their deployments; a Ray of our own ends."""
+        """Disconnect; applications were deleted with their deployments. A Ray instance we started is stopped."""
         await asyncio.get_running_loop().run_in_executor(self._threads, ray.shutdown)
         self._threads.shutdown(wait=False)
 
     def _start(self, address: str) -> None:
-        # Before Ray starts: its workers are as urgent as ours, and what Serve says goes to its own log.
+        # Set before Ray starts: its workers inherit our priority, and Serve logs to its own file.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         options: dict[str, Any] = {"num_cpus": LOCAL_CPUS} if address == LOCAL else {"address": address}
@@ -68,19 +68,20 @@ class Cluster:
             )  # fmt: skip
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ConfigError(
-                f"no Ray at {address!r}: {one_line(error)}; start one with `ray start --head`, or give --ray local"
+                f"no Ray cluster at {address!r}: {one_line(error)}; start one with `ray start --head`, or give --ray "
+                "local"
             ) from error
-        serve.start(proxy_location="Disabled")  # ours is the only way in
+        serve.start(proxy_location="Disabled")  # we use our own HTTP server
 
 
 class RayLink:
-    """The way to one replica of Ray Serve's: a connection of our own, over which batches cross as to a local worker. It
-    has one life; another connection is another link."""
+    """The connection to one Ray Serve replica, over which batches are sent as to a local worker. It is never
+    restarted: a new connection is a new link."""
 
-    def __init__(self, seat: str, application: str, owner: Owner, waiting: Callable[[], int]) -> None:
-        self.seat = seat
+    def __init__(self, replica_id: str, application: str, owner: Owner, waiting: Callable[[], int]) -> None:
+        self.replica_id = replica_id
         self.state: State = "loading"
-        self.reason = "the replica is being connected"
+        self.reason = "connecting to the replica"
         self.hello: frames.Hello | None = None
         self.alive = frames.Alive(0)
         self.restarts = 0
@@ -90,7 +91,7 @@ class RayLink:
         self._waiting = waiting
         self._writer: asyncio.StreamWriter | None = None
         self._loaded: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._live(application), name=f"ray-{seat}")
+        self._task = asyncio.create_task(self._live(application), name=f"ray-{replica_id}")
 
     @property
     def public_reason(self) -> str:
@@ -100,16 +101,16 @@ class RayLink:
         return await asyncio.shield(self._loaded)
 
     def send(self, frame: frames.Frame) -> None:
-        assert self._writer is not None, f"the replica is {self.state}, nothing can be sent"
-        if not self._writer.is_closing():  # uvloop raises an error
+        assert self._writer is not None, f"the replica is {self.state}, cannot send"
+        if not self._writer.is_closing():  # uvloop raises an error if it is
             self._writer.write(frames.pack(frame))
 
     def silent_for(self) -> float:
         return time.monotonic() - self.last_sign
 
     def kill(self, why: str | None = None) -> None:
-        """Give it up. Ray Serve probes it too, and replaces it if it is ill."""
-        self.reason = why or "it was given up"
+        """Abandon the replica. Ray Serve also checks its health and replaces it if needed."""
+        self.reason = why or "it was abandoned"
         self._task.cancel()
 
     async def close(self) -> None:
@@ -119,12 +120,12 @@ class RayLink:
         self._fail_loading()
 
     async def _live(self, application: str) -> None:
-        why = "its replica has gone"
+        why = "its replica disconnected"
         try:
             await self._connect(application)
         except asyncio.CancelledError:
             why = self.reason
-        except Exception as error:  # of many kinds: the actor is not there, no connection, a broken one
+        except Exception as error:  # of many kinds: actor not found, connection refused or broken
             why = f"its replica failed: {one_line(error)}"
         finally:
             if self._writer is not None:
@@ -138,7 +139,7 @@ class RayLink:
 
     async def _connect(self, application: str) -> None:
         async with asyncio.timeout(CALL_SECONDS):
-            address = await serve.get_deployment_handle("model", application).introduce.remote(seat=self.seat)
+            address = await serve.get_deployment_handle("model", application).address.remote(replica_id=self.replica_id)
             if address is None:
                 return
             host, port, token = address
@@ -169,11 +170,11 @@ class RayLink:
     def _fail_loading(self) -> None:
         if not self._loaded.done():
             self._loaded.set_exception(ModelError(self.reason))
-        self._loaded.exception()  # whoever awaits it gets it; nobody has to
+        self._loaded.exception()  # marks the exception as retrieved; awaiting it is optional
 
 
 class RayDeployment(Deployment):
-    """A deployment whose replicas come and go as Ray Serve says."""
+    """A deployment whose replicas are added and removed by Ray Serve."""
 
     def __init__(
         self, cluster: Cluster, name: str, number: int, table: dict[str, Any], cache: ScoreCache, metrics: Metrics,
@@ -181,14 +182,14 @@ class RayDeployment(Deployment):
     ) -> None:  # fmt: skip
         self.application = application_name(name, number)
         self._cluster = cluster
-        table = json.loads(json.dumps(table))  # as `plaudit deploy` writes it: lists, no tuples
+        table = json.loads(json.dumps(table))  # normalised to JSON types as in `plaudit deploy`: lists, no tuples
         self._load_seconds = load_seconds
         self._arguments: dict[str, Any] = {
             "table": table, "environment": environment, "load_seconds": load_seconds, "host": cluster.host,
         }  # fmt: skip
         self._least = int(table.get("replicas", 1))
         self._ours = False
-        self._next_seat = ""
+        self._next_replica_id = ""
         self._failed_at: dict[str, float] = {}
         self._follow: asyncio.Task[None] | None = None
         super().__init__(
@@ -201,9 +202,9 @@ class RayDeployment(Deployment):
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"cannot serve {self.name}: {one_line(error)}") from error
         async with asyncio.timeout(self._load_seconds):
-            # The first call makes the handle's router, which then hears of every replica.
-            await serve.get_deployment_handle("model", self.application).configured.remote(seat="")
-            self._follow = asyncio.create_task(self._follow_seats())
+            # The first call creates the handle's router, which then receives updates of the replicas.
+            await serve.get_deployment_handle("model", self.application).configured.remote(replica_id="")
+            self._follow = asyncio.create_task(self._follow_replicas())
             while sum(replica.ready for replica in self.replicas) < self._least:
                 await asyncio.sleep(LOOK_SECONDS)
         hello = next(replica.wire.hello for replica in self.replicas if replica.ready)
@@ -226,39 +227,41 @@ class RayDeployment(Deployment):
     def on_change(self) -> None:
         for replica in [replica for replica in self.replicas if replica.wire.state == "failed"]:
             assert isinstance(replica.wire, RayLink)
-            self._failed_at[replica.wire.seat] = time.monotonic()
+            self._failed_at[replica.wire.replica_id] = time.monotonic()
             self.replicas.remove(replica)
         super().on_change()
 
     def _deploy(self) -> None:
-        """Unless somebody, such as `serve deploy`, has done it already, with the same table."""
+        """Deploys the application unless it is already deployed, for example by `serve deploy`, with the same table."""
         running = serve.status().applications.get(self.application)
         if running is not None and running.status == "RUNNING" and not self._ours:
             handle = serve.get_deployment_handle("model", self.application)
-            if handle.configured.remote(seat="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
+            if handle.configured.remote(replica_id="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
                 return
         self._ours = True
         serve.run(build(self._arguments), name=self.application, route_prefix=None)
 
     def _link(self, number: int, owner: Owner) -> RayLink:
-        return RayLink(self._next_seat, self.application, owner, lambda: self.queue.tokens)
+        return RayLink(self._next_replica_id, self.application, owner, lambda: self.queue.tokens)
 
-    async def _follow_seats(self) -> None:
+    async def _follow_replicas(self) -> None:
         while True:
-            there = seats(self.application)
-            connected = {replica.wire.seat: replica for replica in self.replicas if isinstance(replica.wire, RayLink)}
-            for seat in sorted(there - connected.keys()):
-                if time.monotonic() - self._failed_at.get(seat, 0.0) > ABSENT_SECONDS:
-                    self._next_seat = seat
+            there = replica_ids(self.application)
+            connected = {
+                replica.wire.replica_id: replica for replica in self.replicas if isinstance(replica.wire, RayLink)
+            }
+            for replica_id in sorted(there - connected.keys()):
+                if time.monotonic() - self._failed_at.get(replica_id, 0.0) > ABSENT_SECONDS:
+                    self._next_replica_id = replica_id
                     self._change(self._arrive(self._add()))
-            for seat in connected.keys() - there:
-                if not connected[seat].leaving:  # it finishes what it has
-                    self.retire(connected[seat])
-            self._failed_at = {seat: at for seat, at in self._failed_at.items() if seat in there}
+            for replica_id in connected.keys() - there:
+                if not connected[replica_id].leaving:  # it finishes its jobs
+                    self.retire(connected[replica_id])
+            self._failed_at = {replica_id: at for replica_id, at in self._failed_at.items() if replica_id in there}
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _arrive(self, replica: Replica) -> None:
-        if not self._digest:  # opened() waits for the first ones
+        if not self._digest:  # opened() waits for the first replicas
             try:
                 hello = await replica.opened()
             except ModelError:

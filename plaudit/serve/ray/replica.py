@@ -1,7 +1,7 @@
-"""A replica of a model under Ray Serve: a deployment of one local worker, and a door through which fronts reach it.
+"""A replica of a model under Ray Serve: a deployment of one local worker, and a TCP port to which servers connect.
 
-The worker is the process that a single machine has, with its ranks if the model has several; it is started again here
-when it dies. Ray Serve asks for its health, which is a probe through the model, and replaces replicas that fail.
+The worker is the same process as on a single machine, with its ranks if the model has several; it is restarted here
+when it crashes. Ray Serve checks its health with a probe through the model, and replaces replicas that fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.process.guard import guard_this_process
-from plaudit.process.spawn import start_anew
+from plaudit.process.spawn import spawn_new_processes
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.metrics import Metrics
@@ -35,42 +35,44 @@ TOKEN_BYTES = 32
 TOKEN_SECONDS = 10.0
 ALIVE_EVERY = 1.0
 HEALTH_SECONDS = 2.0
-STALE_SECONDS = 10.0  # what the front said of its queue so long ago is no longer so
+STALE_SECONDS = 10.0  # the server's report of its queue length expires after this time
 
 
 class ModelReplica:
-    """Fronts connect to it over TCP, with a token that only Ray gives out, and speak frames as with a local worker."""
+    """Servers connect over TCP with a token distributed by Ray, and exchange the same frames as with a local worker."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, table: dict[str, Any], environment: dict[str, str], load_seconds: float, host: str | None
     ) -> None:
-        # Ray Serve waits long for a replica that does not answer; one that has died is replaced at once.
+        # Ray Serve waits long for an unresponsive replica; one that has exited is replaced at once.
         guard_this_process("a replica")
-        start_anew()
+        spawn_new_processes()
         self.deployment = Deployment(
             "model", 0, table, ScoreCache(0), Metrics(), environment, load_seconds, lambda: None
         )  # fmt: skip
         self.table = table
         self.hello = await self.deployment.opened()
-        self.seat = serve.get_replica_context().replica_id.unique_id
+        self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.host = host or ray.util.get_node_ip_address()
-        self.server = await asyncio.start_server(self._visit, self.host, 0)
+        self.server = await asyncio.start_server(self._accept, self.host, 0)
         self.waiting = (0.0, 0)
 
-    async def configured(self, *, seat: str) -> dict[str, Any]:
+    async def configured(self, *, replica_id: str) -> dict[str, Any]:
         return self.table
 
-    async def introduce(self, *, seat: str) -> tuple[str, int, bytes] | None:
-        """Where fronts connect, and the token; None if another replica was meant."""
-        return (self.host, self.server.sockets[0].getsockname()[1], self.token) if seat == self.seat else None
+    async def address(self, *, replica_id: str) -> tuple[str, int, bytes] | None:
+        """The address and the token for servers; None if the call was meant for another replica."""
+        return (
+            (self.host, self.server.sockets[0].getsockname()[1], self.token) if replica_id == self.replica_id else None
+        )
 
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(TOKEN_SECONDS):
                 token = await reader.readexactly(TOKEN_BYTES)
             if hmac.compare_digest(token, self.token):
-                await Visit(self, writer).run(reader)
+                await ServerConnection(self, writer).run(reader)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
@@ -92,8 +94,8 @@ class ModelReplica:
             await self.deployment.close()
 
 
-class Visit:
-    """One front's connection."""
+class ServerConnection:
+    """The connection of one server."""
 
     def __init__(self, replica: ModelReplica, writer: asyncio.StreamWriter) -> None:
         self.replica = replica
@@ -102,7 +104,7 @@ class Visit:
         self._done: list[int] = []
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        alive = asyncio.create_task(self._say_alive())
+        alive = asyncio.create_task(self._send_heartbeats())
         unpacker = frames.Unpacker()
         try:
             self._send(self.replica.hello)
@@ -130,7 +132,7 @@ class Visit:
                     ticket.done.add_done_callback(partial(self._finished, id))
 
     def _finished(self, id: int, _: asyncio.Future[None]) -> None:
-        """What is done in one turn of the loop goes in one frame."""
+        """Collects answers finished in one iteration of the event loop into one frame."""
         self._done.append(id)
         if len(self._done) == 1:
             asyncio.get_running_loop().call_soon(self._report)
@@ -140,7 +142,7 @@ class Visit:
         answers = [(id, self._open.pop(id).answers[0]) for id in done if id in self._open]
         self._send(_results(answers, self.replica.deployment))
 
-    async def _say_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY)
             worker = self.replica.deployment.replicas
@@ -177,7 +179,7 @@ def _results(answers: list[tuple[int, Answer | None]], deployment: Deployment) -
 
 
 class ByTokens:
-    """How many replicas: one for every so many tokens that wait in the front."""
+    """An autoscaling policy: one replica per given number of tokens queued in the servers."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -190,8 +192,8 @@ class ByTokens:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a model's table, as `plaudit deploy` writes it. `host` is where replicas listen for fronts;
-    without it each listens on its node's address."""
+    """The Ray Serve application for a model's table, as `plaudit deploy` writes it. `host` is the address on which
+    replicas listen for servers; without it each listens on its node's address."""
     table = parse_reward(args["table"], "the model's table")
     ranks = table.ranks if isinstance(table, ReadByEngine) else 1
     on_gpu = str(getattr(table, "device", "cpu")).startswith("cuda")
@@ -200,7 +202,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_timeout_s": 30.0,
-        "request_router_config": RequestRouterConfig(request_router_class="plaudit.serve.ray.router:SeatRouter"),
+        "request_router_config": RequestRouterConfig(request_router_class="plaudit.serve.ray.router:ReplicaRouter"),
     }
     if isinstance(table, ReadByEngine) and table.max_replicas is not None:
         policy = AutoscalingPolicy(
@@ -230,4 +232,4 @@ def _works(frame: frames.Frame) -> list[tuple[int, Work | GenerateJob, str]]:
             (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
             return [(frame.id, GenerateJob(ids, frame.sampling), frame.salt)]
         case _:
-            raise ValueError(f"a replica takes no {type(frame).__name__}")
+            raise ValueError(f"unexpected frame {type(frame).__name__} for a replica")

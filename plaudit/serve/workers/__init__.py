@@ -1,1 +1,1 @@
-"""Model workers: the process that runs a model, the server's end of it, replicas, ranks, routing and the fair queue."""
+"""Model workers: the worker process, the server's connection to it, replicas, ranks, routing and the fair queue."""

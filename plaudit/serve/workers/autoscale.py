@@ -1,11 +1,11 @@
-"""How many replicas a model should have: by the tokens that wait, not by requests, which differ a thousandfold."""
+"""Computes the number of replicas from queued tokens; requests differ too much in size to be counted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UP_SECONDS = 3.0  # so long more must be wanted, so that a burst that is soon over starts nothing
-DOWN_SECONDS = 60.0  # so long fewer must be enough, for to start again takes longer than to wait
+UP_SECONDS = 3.0  # more replicas must be needed for this long, so that a short burst starts none
+DOWN_SECONDS = 60.0  # fewer replicas must suffice for this long, because restarting one is expensive
 
 
 @dataclass
@@ -13,12 +13,12 @@ class Autoscale:
     least: int
     most: int
     tokens: int
-    """That may wait for each replica."""
+    """Queued tokens per replica."""
     _over: float = 0.0
     _under: float = 0.0
 
     def wanted(self, now: int, waiting: int, seconds: float) -> int:
-        """The number of replicas, asked every so many seconds, with `now` of them and this many tokens waiting."""
+        """The number of replicas, called every `seconds` with the current number and the queued tokens."""
         fit = max(self.least, min(self.most, -(-waiting // self.tokens)))
         self._over = self._over + seconds if fit > now else 0.0
         self._under = self._under + seconds if fit < now else 0.0

@@ -1,4 +1,4 @@
-"""Scores that were computed before, by the SHA-256 of all they depend on. Bounded in bytes; the least used go first."""
+"""A score cache keyed by the SHA-256 of everything that a score depends on. Limited in bytes, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-OVERHEAD = 200  # bytes of an entry beside its values
+OVERHEAD = 200  # bytes of an entry besides its values
 
 
 def work_key(
     version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str,
     logprobs: bool = False, types: bytes = b"",
 ) -> bytes:  # fmt: skip
-    """The whole digest is the key and is compared in full: another work's score must never be found under it."""
+    """The whole digest is the key and is compared in full, so two works never share an entry."""
     sizes = f"{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}"
     digest = hashlib.sha256(f"{version}\0{salt}\0{sizes} {logprobs}\0".encode())
     for numbers in (tokens, positions, columns or ()):
@@ -29,8 +29,8 @@ def step_keys(
     version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str,
     logprobs: bool,
 ) -> list[bytes]:  # fmt: skip
-    """A key for each position alone, of the tokens up to it: the same whatever comes after. No work's key is among
-    them, for a version begins with a digit."""
+    """A key for each position, of the tokens up to it, which is independent of later tokens. They cannot equal a
+    work's key, because a version begins with a digit."""
     about = "-" if columns is None else " ".join(map(str, columns))
     digest = hashlib.sha256(f"step\0{version}\0{salt}\0{about} {logprobs}\0".encode())
     keys: list[bytes] = []

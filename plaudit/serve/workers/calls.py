@@ -1,4 +1,4 @@
-"""Blocking calls in threads, in the order of the fair queue: tokenising, rules, judges of other servers."""
+"""Runs blocking calls in threads, in the order of the fair queue: tokenising, rules, external judges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Call:
 
 
 class FairCalls:
-    """At most `slots` at a time. A call that has begun cannot be stopped; one that nobody waits for is not begun."""
+    """At most `slots` calls at a time. A running call cannot be cancelled; a queued call that is cancelled never
+    runs."""
 
     def __init__(self, threads: Executor, slots: int) -> None:
         self._threads = threads
@@ -37,7 +38,7 @@ class FairCalls:
     async def run(
         self, calls: Sequence[tuple[Callable[[], T], int]], tenant: str, deadline: float, priority: int = 0
     ) -> list[T]:
-        """The results of one request's calls, each of which comes with its cost. HttpError 504 past the deadline."""
+        """The results of one request's calls, each with its cost. HttpError 504 after the deadline."""
         loop = asyncio.get_running_loop()
         jobs = [_Call(call, cost, loop.create_future()) for call, cost in calls]
         self._queue.add(tenant, jobs, priority)
@@ -46,7 +47,7 @@ class FairCalls:
             async with asyncio.timeout(deadline - time.monotonic()):
                 return list(await asyncio.gather(*(job.future for job in jobs)))
         except TimeoutError:
-            raise HttpError(504, "deadline", "the deadline passed before all items were answered") from None
+            raise HttpError(504, "deadline", "the deadline expired before all items were answered") from None
         finally:
             for job in jobs:
                 if not job.started and not job.dead:
@@ -62,7 +63,7 @@ class FairCalls:
 
     def _done(self, job: _Call, work: asyncio.Future[Any]) -> None:
         self._running -= 1
-        if not job.future.done():  # else nobody waits any more
+        if not job.future.done():  # otherwise it was cancelled
             if work.cancelled():
                 job.future.cancel()
             elif (error := work.exception()) is not None:
@@ -70,5 +71,5 @@ class FairCalls:
             else:
                 job.future.set_result(work.result())
         elif not work.cancelled():
-            work.exception()  # seen
+            work.exception()  # retrieved
         self._pump()

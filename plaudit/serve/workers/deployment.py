@@ -1,8 +1,8 @@
-"""One version of a model in service: the queue its works wait in, and the replicas that compute them.
+"""One version of a model in service: the queue of its works, and the replicas that compute them.
 
-A request belongs to the deployment that took it, so all its scores are of one version. A new version is another
-deployment with a queue and workers of its own; the old one finishes what it has and goes. What a replica held when it
-died is computed again, by itself or by another: scoring twice gives the same score, and only one answer is taken.
+A request belongs to one deployment, so all its scores are of one version. A new version is another deployment with its
+own queue and workers; the old one finishes its requests and closes. The jobs of a crashed worker are computed again, on
+any replica: scoring twice gives the same score, and only one answer is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from plaudit.serve.workers.cache import ScoreCache, work_key
 from plaudit.serve.workers.jobs import Answer, GenerateJob, Job, Ticket
 from plaudit.serve.workers.link import Link, Owner, State
 from plaudit.serve.workers.queue import FairQueue
-from plaudit.serve.workers.replica import GUILTY, PROBE_ID, SUSPECT, Connect, Replica
+from plaudit.serve.workers.replica import ISOLATE_AFTER, PROBE_ID, REJECT_AFTER, Connect, Replica
 from plaudit.serve.workers.routing import Affinity
 
 WORKER, ENCODER = "plaudit.serve.workers.worker", "plaudit.serve.workers.encoder_worker"
 
 
 class Deployment:
-    """connect   how a replica reaches its worker; a process of its own if it is None"""
+    """connect   connects a replica to its worker; None: starts a local process"""
 
     def __init__(
         self, name: str, number: int, table: dict[str, Any], cache: ScoreCache, metrics: Metrics,
@@ -52,7 +52,7 @@ class Deployment:
         self.queue: FairQueue[Job] = FairQueue()
         self.replicas: list[Replica] = []
         self._digest = ""
-        self._shares = False  # its workers compute what works begin with alike once
+        self._shares = False  # whether its workers compute a shared prefix once
         self._connect = connect or local
         self._cache = cache
         self._metrics = metrics
@@ -73,20 +73,20 @@ class Deployment:
         self._watch = asyncio.create_task(self._supervise(), name=f"watch-{name}")
 
     async def opened(self) -> frames.Hello:
-        """Wait until the model is loaded and warmed up, everywhere, and the same everywhere."""
+        """Wait until the model is loaded and warmed up on all replicas; they must have the same version."""
         hello, *others = await asyncio.gather(*(replica.opened() for replica in self.replicas))
         for replica, other in zip(self.replicas[1:], others, strict=True):
             if other.digest != hello.digest:
                 raise ModelError(
-                    f"cannot serve {self.name}: replica {replica.number} is of version {other.digest}, replica "
-                    f"{self.replicas[0].number} of {hello.digest}: the same model and the same code must be everywhere"
+                    f"cannot serve {self.name}: replica {replica.number} has version {other.digest}, replica "
+                    f"{self.replicas[0].number} has {hello.digest}: install the same model and code on all nodes"
                 )
         self._digest = hello.digest
         self._shares = not hello.facts["encoder"]
         self.version = f"{self.number}-{hello.digest}"
         return hello
 
-    # How it fares
+    # Status
 
     @property
     def ready(self) -> bool:
@@ -94,7 +94,7 @@ class Deployment:
 
     @property
     def state(self) -> State:
-        """Of the replica that fares best."""
+        """The state of the replica in the best state."""
         if self._closed:
             return "closed"
         if not self.replicas:
@@ -114,7 +114,7 @@ class Deployment:
         if self._closed:
             return "the model is no longer served"
         if not self.replicas:
-            return "none of its replicas is there"
+            return "it has no replicas"
         state = self.state
         return str(next(getattr(r.wire, reason) for r in self.replicas if r.wire.state == state))
 
@@ -131,7 +131,7 @@ class Deployment:
         return max((replica.budget for replica in self.replicas), default=1)
 
     async def healthy(self) -> str:
-        """ "" if a replica computes; else why none does."""
+        """Returns "" if a replica is healthy, otherwise the reason."""
         if not self.replicas:
             return self.public_reason
         reasons = await asyncio.gather(*(replica.healthy() for replica in self.replicas))
@@ -139,7 +139,7 @@ class Deployment:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a request holds on to this version, it is not closed: also before its works are queued."""
+        """Keeps this version open while a request uses it, also before its works are queued."""
         self._users += 1
         try:
             yield
@@ -149,7 +149,8 @@ class Deployment:
     # Replicas
 
     def scale(self, count: int) -> None:
-        """Towards this many replicas: more load beside the others, those with least to do finish it and leave."""
+        """Set the number of replicas: new ones load beside the others; the least loaded ones finish their jobs and
+        stop."""
         staying = [replica for replica in self.replicas if not replica.leaving]
         for _ in range(count - len(staying)):
             self._change(self._arrive(self._add()))
@@ -167,8 +168,8 @@ class Deployment:
         try:
             hello = await replica.opened()
         except ModelError:
-            return  # it is among the replicas as failed, with its reason
-        if hello.digest != self._digest:  # other scores under the same version
+            return  # it stays listed as failed, with its reason
+        if hello.digest != self._digest:  # would return other scores under the same version
             await self._leave(replica)
 
     def retire(self, replica: Replica) -> None:
@@ -200,8 +201,8 @@ class Deployment:
         salt: str = "",
         cached: bool = True,
     ) -> Ticket:
-        """Queue the works of one request. What is in the cache is answered at once; what is already on its way is
-        waited for and not computed twice."""
+        """Queue the works of one request. Cached works are answered at once; works identical to a queued or running
+        one share its answer."""
         ticket = Ticket(len(works))
         fresh: list[Job] = []
         now, traced = time.monotonic(), TRACE.get() is not None
@@ -237,7 +238,7 @@ class Deployment:
         return ticket
 
     def path(self, work: Work, salt: str, *, recall: bool) -> Path:
-        """The work as a path, whose steps are found again. One that needs nothing computed is counted here."""
+        """The work as a path whose steps are cached. A path that needs no computation is counted here."""
         path = Path(work, self.version, salt, self._cache, recall=recall)
         if path.rest is None:
             cost = len(work.tokens)
@@ -249,18 +250,18 @@ class Deployment:
 
     def _key(self, work: Work | GenerateJob, salt: str) -> bytes:
         if isinstance(work, GenerateJob):
-            # One that is listened to is nobody else's: the others would miss its beginning.
+            # A streamed job is never shared: others would miss its beginning.
             own = "" if work.listener is None else f" {self._next_id}"
             return work_key(f"{self.version} {work.sampling}{own}", work.tokens, (), None, salt)
         return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs, work.types)
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:
-        """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""
+        """Cancel a ticket: works not yet sent are not computed. Returns the dropped works (not sent, sent)."""
         waiting = in_flight = 0
         for job in ticket.jobs:
             job.waiters = [waiter for waiter in job.waiters if waiter[0] is not ticket]
             if job.waiters or self._jobs_by_key.get(job.key) is not job:
-                continue  # others wait for it, or it was answered
+                continue  # other requests wait for it, or it was answered
             del self._jobs_by_key[job.key]
             holder = self._holder.pop(job.id, None)
             if holder is not None:
@@ -290,10 +291,10 @@ class Deployment:
         for replica in self.replicas:
             replica.wire.kill()
 
-    # Towards the workers
+    # Sending
 
     def _pump_soon(self) -> None:
-        """Gather what this turn of the event loop brings, then send it in one frame to each replica."""
+        """Collect the works of this event loop iteration, then send them in one frame to each replica."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -302,7 +303,7 @@ class Deployment:
         self._pumping = False
         batches: dict[Replica, list[Job]] = {}
         while (available := [r for r in self.replicas if r.has_capacity]) and (job := self._next(available)):
-            suspect = job.deaths >= SUSPECT
+            suspect = job.deaths >= ISOLATE_AFTER
             among = [replica for replica in available if not replica.in_flight] if suspect else available
             if len(self.replicas) == 1:
                 (chosen,) = among
@@ -322,14 +323,14 @@ class Deployment:
             replica.send(batch)
 
     def _next(self, available: Sequence[Replica]) -> Job | None:
-        """The next work for one of these. What several deaths saw waits for one that holds nothing."""
+        """The next work for one of these replicas. A work suspected of crashing workers waits for an idle one."""
         if self._again:
-            if self._again[0].deaths >= SUSPECT and all(replica.in_flight for replica in available):
+            if self._again[0].deaths >= ISOLATE_AFTER and all(replica.in_flight for replica in available):
                 return None
             return self._again.popleft()
         return self.queue.take()
 
-    # From the workers
+    # Receiving
 
     def on_answer(self, replica: Replica, job: Job, answer: Answer) -> None:
         del self._holder[job.id]
@@ -338,7 +339,7 @@ class Deployment:
         if job.times is not None:
             job.times.answer()
         if isinstance(answer, np.ndarray):
-            answer = answer.copy()  # of its own, so that the cache does not keep the whole frame
+            answer = answer.copy()  # so that the cache does not keep the whole frame alive
             self._cache.put(job.key, answer)
         for ticket, index in job.waiters:
             ticket.answer(index, answer)
@@ -362,13 +363,13 @@ class Deployment:
             self._pump_soon()
         self._tell()
 
-    def take_back(self, jobs: list[Job]) -> bool:
-        """First to be sent again, in their order."""
+    def requeue(self, jobs: list[Job]) -> bool:
+        """Queue these jobs first, in their order."""
         for job in jobs:
             job.deaths += 1
             del self._holder[job.id]
-        if len(jobs) == 1 and jobs[0].deaths >= GUILTY:
-            message = f"the worker died {jobs[0].deaths} times while it computed this item"
+        if len(jobs) == 1 and jobs[0].deaths >= REJECT_AFTER:
+            message = f"the worker crashed {jobs[0].deaths} times while it computed this item"
             self._answer_all(jobs, ItemError("worker_crash", message))
             return True
         self._again.extendleft(reversed(jobs))
@@ -376,7 +377,7 @@ class Deployment:
         return False
 
     def _fail(self, error: ItemError) -> None:
-        """Answer everything that waits or is held."""
+        """Answer everything queued or in flight with the error."""
         jobs = list(self._jobs_by_key.values())
         for job in jobs:
             holder = self._holder.pop(job.id, None)

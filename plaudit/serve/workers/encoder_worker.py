@@ -1,7 +1,7 @@
-"""The process that runs an encoder: `python -m plaudit.serve.workers.encoder_worker FD`, started by `link.py`.
+"""The worker process of an encoder: `python -m plaudit.serve.workers.encoder_worker FD`, started by `link.py`.
 
-It takes Works as the worker of a reward model does and answers each with one row: a sentence encoder with its vector,
-a text classifier, which `worker.py` hands over to here, with its logits.
+It accepts Works like the worker of a reward model and answers each with one row: a sentence encoder with its vector, a
+text classifier (started by `worker.py`) with its logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plaudit.reward.work import ModelInfo
 from plaudit.serve.workers import frames
 
 Compute = Callable[[Sequence[Sequence[int]], Sequence[bytes]], np.ndarray]
-"""Rows of tokens and their types to (rows, columns)."""
+"""Maps rows of tokens and their token types to (rows, columns)."""
 
 
 class EncoderWorker(SocketWorker[frames.Frame]):
@@ -62,7 +62,7 @@ class EncoderWorker(SocketWorker[frames.Frame]):
                 for id in frame.ids:
                     self._waiting.pop(id, None)
             case _:
-                raise ValueError(f"an encoder's worker takes no {type(frame).__name__}")
+                raise ValueError(f"unexpected frame {type(frame).__name__} for an encoder's worker")
 
     def step(self) -> None:
         if self._waiting:
@@ -75,7 +75,7 @@ class EncoderWorker(SocketWorker[frames.Frame]):
         try:
             vectors = self.compute(rows, [types for _, types in taken])
         except (RuntimeError, MemoryError) as error:
-            if len(ids) > 1:  # alone each shows whose it is
+            if len(ids) > 1:  # computed alone, each shows whether it is the cause
                 for id, row in zip(ids, taken, strict=True):
                     self._waiting[id] = row
                     self._answer([id])
@@ -97,7 +97,7 @@ class EncoderWorker(SocketWorker[frames.Frame]):
 
 
 def device_bytes(module: torch.nn.Module) -> int:
-    """That torch holds on the GPU of a model, used or not; 0 on a CPU."""
+    """GPU memory reserved by torch on the model's device; 0 on a CPU."""
     device = next(module.parameters()).device
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
@@ -129,7 +129,8 @@ def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frame
     facts = ModelInfo(
         type(encoder.module).__name__, encoder.module.config.vocab_size, encoder.limit, (), False  # type: ignore[union-attr, arg-type]
     )  # fmt: skip
-    encoder.embed([[0] * encoder.limit] * max(1, table.budget // encoder.limit))  # the most memory it will need
+    # allocates the most memory it will need
+    encoder.embed([[0] * encoder.limit] * max(1, table.budget // encoder.limit))
     worker = EncoderWorker(sock, reader, lambda rows, _: encoder.embed(rows), table.budget, encoder.module)
     parts = tokenizer_parts(encoder.tokenizer)
     pooling = f"{encoder.pool} {encoder.normalise} {encoder.limit}"

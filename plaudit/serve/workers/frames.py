@@ -1,9 +1,9 @@
-"""What the HTTP process and a worker say to each other, over a socket pair: length-prefixed MessagePack, no pickle.
+"""The messages between the HTTP process and a worker, over a socket pair: length-prefixed MessagePack, no pickle.
 
-    front -> worker   Start, then Works, GenerateFrame, Cancel
-    worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
+        server -> worker   Start, then Works, GenerateFrame, Cancel
+        worker -> server   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, then exit
 
-A critic's worker takes Evaluate, Learn and Keep in place of Works and GenerateFrame, and answers with Results too.
+A critic's worker accepts Evaluate, Learn and Keep instead of Works and GenerateFrame, and also answers with Results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """Loaded. The tokenizer travels as it was loaded, so that both sides split text alike."""
+    """The model is loaded. Includes the loaded tokenizer, so that both sides tokenise identically."""
 
-    digest: str  # of all that can change a score: reward.version
+    digest: str  # of everything that can change a score: reward.version
     facts: dict[str, Any]
-    budget: int  # tokens of one step
+    budget: int  # tokens per step
     tokenizer: bytes
     tokenizer_options: dict[str, Any]
 
@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Works(msgspec.Struct, tag=True, array_like=True):
-    """Sequences to read: `lengths` cuts `tokens`, `counts` cuts `positions`."""
+    """Sequences to score: `lengths` splits `tokens`, `counts` splits `positions`."""
 
     ids: list[int]
     lengths: list[int]
@@ -52,12 +52,12 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     columns: list[tuple[int, ...] | None]
     logprobs: list[bool]
     salts: list[str]
-    types: list[bytes] = []  # of each sequence, where an encoder's tokens have types
-    timed: bool = False  # somebody wants to know how long each takes
+    types: list[bytes] = []  # of each sequence, for encoders with token types
+    timed: bool = False  # report the duration of each
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """Of `SamplingParams` what a caller may choose, under the same names."""
+    """The subset of `SamplingParams` that a caller may set, under the same names."""
 
     max_tokens: int
     temperature: float
@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
-    """A sequence to continue. With `stream` its samples come piece by piece, else each in one."""
+    """A sequence to continue. With `stream` its samples are sent in pieces, otherwise each in one piece."""
 
     id: int
     tokens: bytes  # int32
@@ -93,20 +93,20 @@ class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
 
 
 class TextPiece(msgspec.Struct, array_like=True):
-    """What is new of one sample: tokens from the `at`-th on, text from the character `begin` on. A worker that has died
-    is followed by one that begins again, so a piece may say what was said before."""
+    """New tokens of one sample, from index `at`, and new text, from character `begin`. A restarted worker begins
+    again, so pieces may repeat earlier ones."""
 
     id: int
     index: int
     at: int
     tokens: list[int]
-    logprobs: list[float]  # of the model's own distribution
+    logprobs: list[float]  # under the model's unmodified distribution
     begin: int
     text: str
-    finish: str = ""  # why it has ended; "" as long as it goes on
-    top: list[Likely] = []  # of the tokens, where it is asked for
+    finish: str = ""  # the finish reason; "" while unfinished
+    top: list[Likely] = []  # likeliest tokens, if requested
     prompt: tuple[float, ...] | None = (
-        None  # log-probs of the prompt, in a sample that comes whole, and its likeliest tokens
+        None  # log-probs of the prompt and its likeliest tokens, in a sample sent as a whole
     )
     prompt_top: tuple[Likely, ...] | None = None
 
@@ -116,13 +116,13 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
 
 
 class Waiting(msgspec.Struct, tag=True, array_like=True):
-    """How many tokens the front has in its queue, for those who decide how many replicas there are."""
+    """The number of tokens queued in the server, for autoscaling."""
 
     tokens: int
 
 
 class Evaluate(msgspec.Struct, tag=True, array_like=True):
-    """Sequences whose values are asked for: `lengths` cuts `tokens`; or texts, which the worker tokenises."""
+    """Sequences whose values are requested: `lengths` splits `tokens`; or texts, which the worker tokenises."""
 
     id: int
     lengths: list[int]
@@ -132,7 +132,7 @@ class Evaluate(msgspec.Struct, tag=True, array_like=True):
 
 
 class Learn(msgspec.Struct, tag=True, array_like=True):
-    """An update of a critic: of each sequence the tokens behind its prompt have an entry in the last three."""
+    """A critic's training step: the last three fields have an entry for each token after a sequence's prompt."""
 
     id: int
     lengths: list[int]
@@ -140,21 +140,21 @@ class Learn(msgspec.Struct, tag=True, array_like=True):
     prompts: list[int]
     mask: bytes  # bool
     returns: bytes  # float32
-    values: bytes  # float32, as they were when the tokens were sampled
+    values: bytes  # float32, from when the tokens were sampled
     update_id: str
     updates: int | None
 
 
 class Keep(msgspec.Struct, tag=True, array_like=True):
-    """Write a critic's whole state; or, with the name of one that was written, go back to it."""
+    """Save a critic's whole state; or, with the name of a saved one, restore it."""
 
     id: int
     load: str | None = None
 
 
 class Results(msgspec.Struct, tag=True, array_like=True):
-    """Of each id either a (rows, columns) block of `values`, or pieces of a continuation, or an error. `texts` are a
-    critic's."""
+    """For each id a (rows, columns) block of `values`, pieces of a continuation, or an error. `texts` are used by
+    critics."""
 
     ids: list[int]
     rows: list[int]
@@ -165,9 +165,9 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     tokens_computed: int
     tokens_shared: int
     steps: int
-    budget: int  # tokens of one step, now: less after the memory has run out
+    budget: int  # current tokens per step: reduced after an out-of-memory error
     pieces: list[TextPiece] = []
-    seconds: dict[int, float] = {}  # by id: since it came, where that was asked for
+    seconds: dict[int, float] = {}  # by id: duration in the worker, if requested
 
 
 Frame = (
@@ -178,14 +178,14 @@ DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 class Unpacker(FrameReader[Frame]):
-    """Of these frames."""
+    """Reads these frames."""
 
     def __init__(self) -> None:
         super().__init__(DECODER)
 
 
 class Timer:
-    """How long a worker has what somebody wants to know it of."""
+    """Measures the time a worker spends on jobs that request it."""
 
     def __init__(self) -> None:
         self._taken: dict[int, float] = {}
@@ -195,7 +195,7 @@ class Timer:
         self._taken.update((id, now) for id in ids)
 
     def end(self, ids: Iterable[int]) -> dict[int, float]:
-        """Seconds, by id. Of several samples of a prompt the first to end counts."""
+        """Seconds by id. For several samples of a prompt the first to end counts."""
         if not self._taken:
             return {}
         now = time.monotonic()

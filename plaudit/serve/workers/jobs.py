@@ -1,4 +1,4 @@
-"""What is to be computed: the works of one request, and each work on its way to a worker."""
+"""Units of computation: the works of one request, and each work as a job for a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plaudit.serve.workers import frames
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """A prompt to be continued. A listener hears of every piece as it comes."""
+    """A prompt to continue. A listener receives every piece as it arrives."""
 
     tokens: list[int]
     sampling: frames.Sampling
@@ -24,13 +24,13 @@ class GenerateJob:
 
     @property
     def cost(self) -> int:
-        """The most tokens that it can come to."""
+        """The maximum number of tokens."""
         return len(self.tokens) + self.sampling.n * self.sampling.max_tokens
 
 
 @dataclass(slots=True)
 class Continuation:
-    """One sample of a prompt, as far as it has come."""
+    """One sample of a prompt, as received so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Continuation:
     prompt_top: tuple[Likely, ...] | None = None
 
     def add(self, piece: frames.TextPiece) -> frames.TextPiece | None:
-        """What is new in a piece; None if it contradicts what came before."""
+        """The new part of a piece; None if it contradicts earlier pieces."""
         known = len(self.tokens) - piece.at
         if self.tokens[piece.at : piece.at + len(piece.tokens)] != piece.tokens[:known]:
             return None
@@ -59,7 +59,9 @@ class Continuation:
 
 
 Answer = np.ndarray | list[Continuation] | ItemError
-CONTRADICTED = ItemError("worker_crash", "the worker died in the middle of this text and then wrote another one")
+CONTRADICTED = ItemError(
+    "worker_crash", "the worker crashed while generating this text, and its replacement generated a different one"
+)
 
 
 class Ticket:
@@ -74,7 +76,7 @@ class Ticket:
             self.done.set_result(None)
 
     def expire(self) -> None:
-        """Its deadline has passed: whoever awaits `done` gets a TimeoutError."""
+        """The deadline has expired: awaiting `done` raises TimeoutError."""
         if not self.done.done():
             self.done.set_exception(TimeoutError())
 
@@ -87,8 +89,8 @@ class Ticket:
 
 @dataclass(eq=False)
 class Job:
-    """One work for the worker, however many ask for it. `cost`: tokens to compute, less what the work before it in the
-    same request begins with too."""
+    """One work for the worker, shared by all requests for it. `cost`: the tokens to compute, excluding the prefix
+    shared with the previous work of the same request."""
 
     id: int
     key: bytes
@@ -96,14 +98,14 @@ class Job:
     cost: int
     salt: str
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
-    dead: bool = False  # of the queue: nobody waits for it
+    dead: bool = False  # cancelled in the queue
     deaths: int = 0
     since: float = 0.0
-    times: JobTimes | None = None  # if a request that is traced asked for it first
-    samples: dict[int, Continuation] = field(default_factory=dict)  # by index, of a prompt that is being continued
+    times: JobTimes | None = None  # if the first request for it is traced
+    samples: dict[int, Continuation] = field(default_factory=dict)  # by index, of a prompt being continued
 
     def add(self, piece: frames.TextPiece) -> Answer | None:
-        """The whole answer, if this piece completes it."""
+        """The complete answer, if this piece completes it."""
         assert isinstance(self.work, GenerateJob)
         new = self.samples.setdefault(piece.index, Continuation()).add(piece)
         if new is None:

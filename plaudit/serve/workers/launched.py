@@ -1,4 +1,4 @@
-"""`torchrun -m plaudit serve`: rank 0 is the server, every other process has the ranks that its workers ask for."""
+"""`torchrun -m plaudit serve`: rank 0 is the server, every other process runs ranks that its workers request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plaudit.errors import ConfigError
 
 
 def serve_launched(table: ServeTable, serve: Callable[[], int]) -> int:
-    """`serve` is what rank 0 does."""
+    """`serve` runs on rank 0."""
     _check(table)
     from plaudit.serve.workers.ranks import dismiss, host_board, subscribe
 
@@ -25,17 +25,15 @@ def serve_launched(table: ServeTable, serve: Callable[[], int]) -> int:
 
 
 def _check(table: ServeTable) -> None:
-    """On every rank, before anything is loaded or opened."""
+    """Runs on every rank before anything is loaded or opened."""
     world = int(os.environ["WORLD_SIZE"])
     models = [e for e in table.models.values() if isinstance(e, ReadByEngine) and e.ranks > 1]
     if not models:
         raise ConfigError(
-            f"WORLD_SIZE = {world} processes were started, and no model has ranks: give --tensor-parallel {world}, or "
-            "start without torchrun"
+            f"WORLD_SIZE is {world}, but no model uses ranks: set --tensor-parallel {world}, or start without torchrun"
         )
     for each in models:
         if each.ranks != world:
             raise ConfigError(
-                f"WORLD_SIZE = {world} processes were started, and {each.shown_ranks}: make them equal, or start "
-                "without torchrun"
+                f"WORLD_SIZE is {world}, but {each.shown_ranks}: make them equal, or start without torchrun"
             )

@@ -1,11 +1,11 @@
-"""The HTTP process's end of a worker: starts it, talks to it, notices that it has died or hangs, starts it again.
+"""The server's side of a worker: starts it, exchanges frames, detects crashes and hangs, and restarts it.
 
-    loading -> ready -> (died or hung) -> loading ...          -> failed, when it cannot serve
+    loading -> ready -> (crashed or hung) -> loading ...          -> failed, when it cannot serve
 
-What a dead worker held is taken back by the owner, who sends it again: scoring twice gives the same score. A worker
-that cannot load its model the first time, or that dies three times in a row without having finished anything, is given
-up, unless it was one item that killed it; /health/live says so. One that cannot be started for want of descriptors,
-memory or threads is tried again and again, at longer and longer intervals.
+The owner requeues the jobs of a crashed worker: scoring twice gives the same score. A worker that cannot load its model
+the first time, or that crashes three times in a row without finishing a job, fails permanently (unless a single item
+caused the crashes), which /health/live reports. If a worker cannot be started for lack of descriptors, memory or
+threads, starting is retried with increasing delays.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from plaudit.process.spawn import Child, spawn_soon
 from plaudit.serve.workers import frames
 
 State = Literal["loading", "ready", "failed", "closed"]
-SILENCE_SECONDS = 10.0  # without a sign of life: the process is stopped or the machine is choking; not ready
-KILL_SECONDS = 30.0  # ... and now it is replaced
-HANG_SECONDS = 300.0  # alive, but no result of what it holds
-MOST_DEATHS = 3  # in a row, each without a single result
-MOST_BLAMED = 4  # items in a row that may take the blame for deaths, before it must be the worker after all
-PAUSE_SECONDS = 0.2  # before the second start in a row, and so much longer before every further one
+SILENCE_SECONDS = 10.0  # without a heartbeat: the process is stopped or the machine is overloaded; not ready
+KILL_SECONDS = 30.0  # without a heartbeat: the worker is killed and restarted
+HANG_SECONDS = 300.0  # heartbeats but no results while jobs are in flight
+MOST_DEATHS = 3  # crashes in a row, each without a single result
+MAX_BLAMED = 4  # items in a row that may be blamed for crashes before the worker itself is considered broken
+PAUSE_SECONDS = 0.2  # before the second start in a row; the delay grows with every further one
 LONGEST_PAUSE = 30.0
-STARTING_AGAIN = "its worker died and is starting again"
+RESTARTING = "its worker crashed and is restarting"
 
 
 class Owner(Protocol):
-    """Who hears of the worker."""
+    """Receives the worker's events."""
 
     def on_results(self, results: frames.Results) -> None: ...
 
     def on_death(self) -> bool:
-        """The worker has died with what it held. Whether it is now clear that one item was to blame, also for the
-        deaths before."""
+        """The worker crashed with jobs in flight. Returns whether a single item is now known to be the cause, also of
+        the crashes before."""
 
     def on_change(self) -> None:
         """The state has changed, or more can be sent."""
 
 
 class Link:
-    """writable is False while more is on its way to the worker than it has read."""
+    """writable is False while the worker is behind in reading its socket."""
 
     def __init__(
         self, name: str, table: dict[str, Any], owner: Owner, environment: dict[str, str], load_seconds: float,
@@ -64,35 +64,35 @@ class Link:
         self._owner = owner
         self._process: Child | None = None
         self._transport: asyncio.Transport | None = None
-        self._served = False  # whether this life of it has had a result
+        self._served = False  # whether this process has returned a result
         self._deaths = 0
         self._blamed = 0
-        self._unstartable = 0  # times in a row
+        self._unstartable = 0  # failed starts in a row
         self._cause: str | None = None  # why we killed it
         self._hello_future: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
 
     @property
     def public_reason(self) -> str:
-        """The reason as clients may hear it: what a loader says names places on our disk."""
+        """The reason as shown to clients: a loading error may contain our paths."""
         return self._public
 
     async def loaded(self) -> frames.Hello:
-        """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
+        """The worker's Hello, once it is ready; raises ModelError if it cannot load its model."""
         return await asyncio.shield(self._hello_future)
 
     def send(self, frame: frames.Frame) -> None:
-        """Only while the state is "ready". A worker that has just died gets nothing: its owner hears of that in the
-        next turn of the loop, and takes back what it holds."""
-        assert self._transport is not None, f"{self.name} is {self.state}, nothing can be sent"
-        if not self._transport.is_closing():  # uvloop raises an error
+        """Send a frame; only in the state "ready". A frame for a worker that has just crashed is dropped: its owner is
+        notified in the next iteration of the event loop, and requeues its jobs."""
+        assert self._transport is not None, f"{self.name} is {self.state}, cannot send"
+        if not self._transport.is_closing():  # uvloop raises an error if it is
             self._transport.write(frames.pack(frame))
 
     def silent_for(self) -> float:
         return time.monotonic() - self.last_sign
 
     def kill(self, why: str | None = None) -> None:
-        """End the process at once. Unless the link is closed, its end is noticed and another one started."""
+        """Kill the process. Unless the link is closed, it is restarted."""
         self._cause = why
         if self._process is not None:
             self._process.kill()
@@ -103,13 +103,13 @@ class Link:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._end()
         if not self._hello_future.done():
-            self._hello_future.set_exception(ModelError(f"{self.name} was closed while it loaded"))
-        self._hello_future.exception()  # whoever awaits it gets it; nobody has to
+            self._hello_future.set_exception(ModelError(f"{self.name} was closed while it was loading"))
+        self._hello_future.exception()  # marks the exception as retrieved; awaiting it is optional
 
     async def _keep_alive(self) -> None:
         try:
             await self._supervise()
-        except Exception as error:  # a bug of ours; what nobody supervises must not look as if it were starting again
+        except Exception as error:  # a bug in the supervision; the state must not stay at restarting
             self._give_up(f"its supervision failed: {one_line(error)}")
             raise
 
@@ -119,33 +119,33 @@ class Link:
             started, failure = True, None
             try:
                 failure = await self._live()
-            except (OSError, RuntimeError) as error:  # no descriptors, no memory, no threads: that may pass
+            except (OSError, RuntimeError) as error:  # a lack of descriptors, memory or threads may be temporary
                 started, failure = False, f"its worker cannot be started: {one_line(error)}"
             self._unstartable = 0 if started else self._unstartable + 1
-            # From here on nothing can be sent, and the state must say so before anything else runs.
+            # From here on nothing can be sent, so the state must change before anything else runs.
             first = not self._hello_future.done()
             blamed = self._owner.on_death()
-            self.state, self.reason, self._public = "loading", STARTING_AGAIN, STARTING_AGAIN
+            self.state, self.reason, self._public = "loading", RESTARTING, RESTARTING
             code = await self._end()
             if self._served:
                 self._deaths = self._blamed = 0
-            elif blamed and self._blamed < MOST_BLAMED:
+            elif blamed and self._blamed < MAX_BLAMED:
                 self._deaths, self._blamed = 0, self._blamed + 1
             elif started:
                 self._deaths += 1
-            why = failure or self._cause or f"its worker died (exit {code})"
+            why = failure or self._cause or f"its worker exited with code {code}"
             self._cause = None
             if failure is not None and first:
                 return self._give_up(failure)
             if self._deaths >= MOST_DEATHS:
-                return self._give_up(f"{why}, {self._deaths} times in a row without serving")
+                return self._give_up(f"{why}, {self._deaths} times in a row without a result")
             self.restarts += 1
-            self._set("loading", f"{why} and is starting again", STARTING_AGAIN)
+            self._set("loading", f"{why}; restarting it", RESTARTING)
             backoff = PAUSE_SECONDS * 2 ** min(self._unstartable, 10) if self._unstartable else 0.0
             await asyncio.sleep(min(LONGEST_PAUSE, max(backoff, PAUSE_SECONDS * self._deaths)))
 
     async def _live(self) -> str | None:
-        """One life of the worker. Returns when it is over: why it could not load, if it said so."""
+        """Runs one worker process. Returns after it has ended: the reason if it could not load."""
         loop = asyncio.get_running_loop()
         self._process, sock = await spawn_soon(self.module, self.environment)
         sock.setblocking(False)
@@ -161,7 +161,7 @@ class Link:
         return connection.failure
 
     async def _end(self) -> int | None:
-        """Make sure that the process is gone; its exit code."""
+        """Ensure that the process has ended; returns its exit code."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -172,10 +172,10 @@ class Link:
         return await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
     def _give_up(self, why: str) -> None:
-        self._set("failed", why, "it has failed, and the server's log says why")
+        self._set("failed", why, "it has failed; see the server's log")
         if not self._hello_future.done():
             self._hello_future.set_exception(ModelError(f"cannot serve {self.name}: {why}"))
-            self._hello_future.exception()  # whoever awaits it gets it; nobody has to
+            self._hello_future.exception()  # marks the exception as retrieved; awaiting it is optional
 
     def _set(self, state: State, reason: str, public: str | None = None) -> None:
         self.state, self.reason, self._public = state, reason, reason if public is None else public
@@ -190,15 +190,16 @@ class Link:
         match frame:
             case frames.Hello():
                 if self.hello is not None and frame.digest != self.hello.digest:
-                    # Scores of these under the name of those would be wrong, and so would be what the cache holds.
+                    # The cached scores are of the other version, and would be mixed with new ones.
                     connection.end(
-                        "its files, or the code that reads them, have changed on disk: swap it in, or start the server "
+                        "its files, or the code that reads them, have changed on disk: swap the model, or restart "
+                        "the server "
                         "again"
                     )
                     return
                 self.hello = frame
             case frames.Ready():
-                assert self.hello is not None, "a worker says who it is before it is ready"
+                assert self.hello is not None, "a worker must send Hello before Ready"
                 self.last_result = self.last_sign
                 connection.settle()
                 self._set("ready", "")
@@ -213,11 +214,11 @@ class Link:
             case frames.Alive():
                 self.alive = frame
             case _:
-                raise ValueError(f"a worker sends no {type(frame).__name__}")
+                raise ValueError(f"unexpected frame {type(frame).__name__} from a worker")
 
 
 class _Connection(asyncio.Protocol):
-    """One life of the worker. `settled` when it is ready, or over."""
+    """The connection to one worker process. `settled` is set when it is ready, or closed."""
 
     def __init__(self, link: Link) -> None:
         self.link = link

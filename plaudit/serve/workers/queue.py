@@ -1,8 +1,8 @@
-"""Who goes next: fair between API keys, fair between the requests of one key, higher priorities first within a key.
+"""The order of works: fair between API keys, fair between the requests of one key, by priority within a key.
 
 Start-time fair queueing by tokens. Every key and, within it, every request has a tag that grows by the tokens served;
-the smallest goes next, and a newcomer starts at the tag that is being served. So a request of a thousand items does not
-hold up one of a single item, and a key that floods the server does not hold up the others.
+the smallest tag is served next, and a new request starts at the current tag. So a request with a thousand items does
+not delay a request with one, and a key that floods the server does not delay the others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-MOST_DEAD = 1024  # discarded items that may lie about
+MAX_DEAD = 1024  # cancelled items that may remain in the queue
 
 
 class Costed(Protocol):
     cost: int
-    dead: bool  # nobody waits for it any more
+    dead: bool  # cancelled
 
 
 J = TypeVar("J", bound=Costed)
@@ -26,7 +26,7 @@ J = TypeVar("J", bound=Costed)
 
 @dataclass
 class _Flow(Generic[J]):
-    """The waiting items of one request."""
+    """The queued items of one request."""
 
     jobs: deque[J]
     priority: int
@@ -39,7 +39,7 @@ class _Flow(Generic[J]):
 
 @dataclass
 class _Tenant(Generic[J]):
-    """Kept when its queue is empty, so that it cannot begin anew with each request. There are as many as API keys."""
+    """Kept while its queue is empty, so that its tag is not reset with each request. There are as many as API keys."""
 
     tag: int = 0
     clock: int = 0
@@ -56,7 +56,7 @@ class FairQueue(Generic[J]):
         self._dead = 0
 
     def add(self, tenant: str, jobs: list[J], priority: int = 0) -> None:
-        """One request's items, in order."""
+        """Add the items of one request, in order."""
         if not jobs:
             return
         entry = self._tenants.setdefault(tenant, _Tenant())
@@ -67,12 +67,12 @@ class FairQueue(Generic[J]):
         self.tokens += sum(job.cost for job in jobs)
 
     def discard(self, job: J) -> None:
-        """Nobody waits for it: it will not be taken, and its tokens count no more."""
+        """Cancel an item: it will not be returned, and its tokens no longer count."""
         job.dead = True
         self.items -= 1
         self.tokens -= job.cost
         self._dead += 1
-        if self._dead > max(MOST_DEAD, self.items):
+        if self._dead > max(MAX_DEAD, self.items):
             self._sweep()
 
     def take(self) -> J | None:
@@ -101,7 +101,7 @@ class FairQueue(Generic[J]):
         return job
 
     def _sweep(self) -> None:
-        """Let go of what was discarded: nothing may be taken for a long time, and clients come and go meanwhile."""
+        """Remove cancelled items: `take` may not be called for a long time, while clients connect and disconnect."""
         for tenant in self._tenants.values():
             for flow in tenant.flows:
                 flow.jobs = deque(job for job in flow.jobs if not job.dead)

@@ -1,13 +1,13 @@
-"""The ranks of one model: how they come together, load the same weights, and end together.
+"""The ranks of one model: how they start, load the same weights, and exit together.
 
-Rank 0 is the model's worker. It starts the others itself on this machine, each a child that ends with it, and they meet
-in a file. Under torchrun, on one machine or several, the processes with
-another RANK run `subscribe`, which starts a rank for every group that a worker of rank 0's posts in torchrun's store:
-when the server starts, when a group is started again, when another version is swapped in.
+Rank 0 is the model's worker. On this machine it starts the others itself, as child processes that exit with it, and
+they rendezvous through a file. Under torchrun, on one or several machines, the processes with
+another RANK run `subscribe`, which starts a rank for every group that a worker of rank 0 posts in torchrun's store:
+when the server starts, when a group is restarted, when another version is swapped in.
 
-    joined    every rank is there, or the missing ones are named
-    loaded    every rank has its part of the same weights, by checksum, or all of them end with the same line
-    together  gloo carries messages (and products on a CPU), NCCL the products on GPUs, each with a deadline
+    joined    every rank is present, or an error names the missing ones
+    loaded    every rank has its shard of the same weights, verified by checksum, or all exit with the same error
+    together  gloo transfers messages (and tensors on a CPU), NCCL tensors on GPUs, each with a timeout
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from plaudit.reward.load import load_part, load_worker
 from plaudit.reward.work import ModelInfo
 from plaudit.serve.workers.torchrun import launched
 
-LOAD_SECONDS = 1800.0  # between the first rank and the last
-HEAR_SECONDS = 10.0  # for the others to hear why it failed
+LOAD_SECONDS = 1800.0  # timeout between the first and the last rank
+HEAR_SECONDS = 10.0  # time for the others to receive the error
 LOOK_SECONDS = 0.05
 GROUPS = "plaudit/groups"
 ENDED = "ended"
@@ -62,18 +62,18 @@ _lifelines: dict[int, socket.socket] = {}
 
 @dataclass
 class RankGroup:
-    """One process's place among the ranks of a model."""
+    """One process's rank in the group of a model."""
 
     rank: int
     store: Store
     table: EngineRead
     local: int
-    """Which of this machine's GPUs."""
+    """The index of its GPU on this machine."""
     children: list[Child] = field(default_factory=list)
     meeting: tempfile.TemporaryDirectory[str] | None = None
-    """Where they meet, on one machine."""
+    """The directory of the rendezvous file, on one machine."""
     on_loss: Callable[[str], None] | None = None
-    """What the heartbeat does when a rank is gone; the next step raises in any case."""
+    """Called by the heartbeat when a rank is lost; the next step raises an error in any case."""
 
     @property
     def place(self) -> RankPosition:
@@ -84,13 +84,13 @@ class RankGroup:
         return self.place.size
 
     def join(self) -> None:
-        """Wait until every rank is there."""
+        """Wait until every rank has joined."""
         self.store.set(f"joined/{self.rank}", "yes")
         missing = self._wait("joined", self.table.join_seconds)
         if missing:
             raise ModelError(
                 f"rank {', '.join(map(str, missing))} of {self.size} did not join within "
-                f"{self.table.join_seconds:g} s: is its node up, and does it run the same command?"
+                f"{self.table.join_seconds:g} s: check that its node is up and runs the same command"
             )
 
     @property
@@ -101,8 +101,8 @@ class RankGroup:
         count = torch.cuda.device_count()
         if self.local >= count:
             raise ConfigError(
-                f"rank {self.rank} is number {self.local} on this machine, which has {count} GPU(s): one rank takes "
-                'one GPU; set tensor_parallel or pipeline_parallel to fewer, or device = "cpu"'
+                f"rank {self.rank} has local rank {self.local} on a machine with {count} GPU(s): each rank needs "
+                'its own GPU; set tensor_parallel or pipeline_parallel to fewer, or device = "cpu"'
             )
         return f"cuda:{self.local}"
 
@@ -114,7 +114,7 @@ class RankGroup:
         reports = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
         self.store.set(f"heard/{self.rank}", "yes")
         if (wrong := self._failure(reports) or self._difference(reports)) is not None:
-            if self.rank == 0:  # the store ends with this process: not before the others know too
+            if self.rank == 0:  # the store closes with this process: only after the others have read the error
                 with suppress(ModelError):
                     self._wait("heard", HEAR_SECONDS)
             raise ModelError(wrong)
@@ -132,9 +132,11 @@ class RankGroup:
             messages = dist.new_group(everyone, backend="gloo", timeout=limit)
             shares = [dist.new_group(place.peers(n), backend=carrier, timeout=limit) for n in range(place.stages)]
             stages = dist.new_group(everyone, backend=carrier, timeout=limit) if place.stages > 1 else None
-            dist.barrier(messages)  # whoever is connected may leave the place where they meet: others still read there
+            dist.barrier(messages)  # a connected rank may remove the rendezvous file only after all have read it
         except (RuntimeError, ValueError) as error:
-            raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
+            raise RankLost(
+                f"rank {self.rank} of {self.size} could not connect to the others: {one_line(error)}"
+            ) from error
         return RankGroups(self.rank, self.size, messages, shares[place.stage], self.on_loss, stages, place.last)
 
     def _failure(self, reports: list[str]) -> str | None:
@@ -144,24 +146,24 @@ class RankGroup:
         return next(failed, None)
 
     def _difference(self, reports: list[str]) -> str | None:
-        """What keeps the ranks from being one model: another file than rank 0's."""
+        """The first difference from rank 0's model files."""
         first, *others = (json.loads(report) for report in reports)
         for rank, hashes in enumerate(others, 1):
             for name, digest in hashes.items():
                 if first.get(name) != digest:
                     own = first.get(name, "none")
                     return (
-                        f"the ranks found different weights in {self.table.path} ({name}: rank 0 has {own[:12]}, rank "
+                        f"the ranks have different weights in {self.table.path} ({name}: rank 0 has {own[:12]}, rank "
                         f"{rank} has {digest[:12]}, by SHA-256): copy the same model to every node"
                     )
         return None
 
     def loaded(self) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:
-        """Rank 0's engine and what belongs to it."""
+        """Rank 0's engine and its model information, tokenizer and version."""
         return self.led(lambda: load_worker(self.table, self))
 
     def led(self, load: Callable[[], Part]) -> Part:
-        """What rank 0 loads; if that fails, the others hear why."""
+        """Loads on rank 0; if that fails, the others are sent the error."""
         try:
             part = load()
         except Exception as error:
@@ -170,11 +172,11 @@ class RankGroup:
                 raise ModelError(why) from error
             raise
         if self.meeting is not None:
-            self.meeting.cleanup()  # all have met
+            self.meeting.cleanup()  # all ranks have joined
         return part
 
     def _heard(self) -> str | None:
-        """Why another rank has left, if it says so; what this one saw of it is a broken connection."""
+        """The error another rank reported before it exited; this rank only sees a broken connection."""
         until = time.monotonic() + HEAR_SECONDS
         while time.monotonic() < until:
             keys = [f"loaded/{rank}" for rank in range(self.size)]
@@ -185,12 +187,12 @@ class RankGroup:
         return None
 
     def fail(self, error: Exception) -> None:
-        """Tell the others, who wait to meet."""
+        """Send the error to the other ranks, which wait in the rendezvous."""
         with suppress(RuntimeError):
             self.store.set(f"loaded/{self.rank}", f"-{one_line(error)}")
 
     def _wait(self, what: str, seconds: float) -> list[int]:
-        """Ranks that have not said so in time. One that has died will not."""
+        """Ranks that did not report in time. Raises an error if one has exited."""
         until = time.monotonic() + seconds
         missing = list(range(self.size))
         while True:
@@ -199,7 +201,7 @@ class RankGroup:
                 return missing
             for rank, child in enumerate(self.children, 1):
                 if rank in missing and child.poll() is not None and not self.store.check([f"{what}/{rank}"]):
-                    raise ModelError(f"rank {rank} of {self.size} ended with code {child.poll()} before it had {what}")
+                    raise ModelError(f"rank {rank} of {self.size} exited with code {child.poll()} before it had {what}")
             time.sleep(LOOK_SECONDS)
 
 
@@ -208,10 +210,10 @@ def ranked_engine(
     path: str, ranks: int, *, stages: int = 1, device: str = "auto",
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Iterator[Engine]:  # fmt: skip
-    """An engine in this process for a model that several ranks share, on this machine: for rollouts, say. There are
-    `ranks` in each of so many stages. The process must have no process group of torch's already."""
+    """An engine in this process for a model with several ranks on this machine, for example for rollouts. Each stage
+    has `ranks` ranks. torch.distributed must not be initialised in this process."""
     if dist.is_initialized():
-        raise ConfigError("this process is a rank of something else already: give the engine a process of its own")
+        raise ConfigError("torch.distributed is already initialised in this process: run the engine in its own process")
     table = LogprobsTable(path=path, tensor_parallel=ranks, pipeline_parallel=stages, device=device, dtype=dtype)
     group = lead(table.model_dump(exclude_none=True), table)
     try:
@@ -231,7 +233,7 @@ def ranked_engine(
 
 
 def lead(tree: dict[str, Any], table: EngineRead) -> RankGroup:
-    """The group whose rank 0 this is, all of it joined."""
+    """The group in which this process is rank 0, after all ranks have joined."""
     if launched():
         host = os.environ["MASTER_ADDR"]
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30))
@@ -245,8 +247,8 @@ def lead(tree: dict[str, Any], table: EngineRead) -> RankGroup:
 def lead_here(
     table: EngineRead, specs: Sequence[dict[str, Any]], module: str = "plaudit.serve.workers.ranks"
 ) -> RankGroup:
-    """The same on this machine: the main of `module`, which is `run_rank`, runs each of the others by its spec."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
+    """The same on this machine: `module` is run for each other rank with its spec, by `run_rank`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # accept local connections only
     place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
     file = f"{place.name}/store"
     group = RankGroup(0, FileStore(file, table.ranks), table, specs[0]["local"], meeting=place)
@@ -257,7 +259,7 @@ def lead_here(
 
 
 def subscribe() -> int:
-    """A process of torchrun's with a RANK above 0: a rank of every group that is posted, until the server ends."""
+    """A torchrun process with a RANK above 0: runs a rank of every group that is posted, until the server exits."""
     running: list[Child] = []
     board = _board()
     number = 1
@@ -270,7 +272,7 @@ def subscribe() -> int:
     except RuntimeError as error:
         for child in running:
             child.wait(LOAD_SECONDS)
-        raise RankLost(f"the server on rank 0 has ended: {one_line(error)}") from error
+        raise RankLost(f"the server on rank 0 has exited: {one_line(error)}") from error
     for child in running:
         child.wait()
     return 0
@@ -283,13 +285,13 @@ def _posted(board: Store, number: int) -> str:
 
 
 def dismiss() -> None:
-    """Rank 0's server has ended well: so do the others."""
+    """Rank 0's server exited normally: stop the other processes."""
     board = _board()
     board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", ENDED)
 
 
 def host_board() -> Store | None:
-    """What the caller must keep: the store of ranks that were started by hand. torchrun has one of its own."""
+    """The store for ranks started by hand, which the caller must keep; torchrun has its own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     return _tcp_store(is_master=True)
@@ -300,8 +302,8 @@ def _board() -> Store:
         return _tcp_store(is_master=False)
     except (RuntimeError, ValueError) as error:
         raise RankLost(
-            f"cannot reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 should be: "
-            f"{one_line(error)}; is its node up, and does it run the same command?"
+            f"cannot reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, the address of rank 0: "
+            f"{one_line(error)}; check that its node is up and runs the same command"
         ) from error
 
 
@@ -320,12 +322,12 @@ def _post(group: dict[str, Any]) -> None:
 def _start(spec: dict[str, Any], module: str = OWN) -> Child:
     child, sock = spawn(module)
     sock.sendall(pack(spec))
-    _lifelines[child.pid] = sock  # open for as long as this process lives: the child ends with it
+    _lifelines[child.pid] = sock  # open for as long as this process lives: the child exits when it closes
     return child
 
 
 def leave(why: str) -> NoReturn:
-    """The group is broken: whoever started it starts another."""
+    """Exit because the group is broken: whoever started it restarts it."""
     os.write(sys.stderr.fileno(), f"plaudit: rank {dist.get_rank()}: {why}\n".encode())
     os._exit(RankLost.exit_code)
 
@@ -339,14 +341,14 @@ def _spec(parent: socket.socket) -> dict[str, Any]:
 
 
 def _end_with(parent: socket.socket) -> None:
-    """This process ends when the one that started it is gone, however that came."""
+    """Exit when the parent process has exited, for whatever reason."""
     with suppress(OSError):
         parent.recv(1)
     os._exit(RankLost.exit_code)
 
 
 def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], None]]) -> None:
-    """A rank above 0, from what it reads on its socket: `load` gives what it does from then on."""
+    """Runs a rank above 0 from the spec on its socket: `load` returns the function to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=fd)
     spec = _spec(parent)
@@ -371,11 +373,11 @@ def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], N
         sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     try:
         follow_rank_0()
-    except ModelError as error:  # of its own layers: the others see no more than that it is gone
+    except ModelError as error:  # an error of its own layers: the others only see that it is gone
         group.fail(error)
         sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     except RuntimeError as error:
-        leave(f"rank 0 is gone or late: {one_line(error)}")
+        leave(f"rank 0 has exited or does not respond: {one_line(error)}")
 
 
 def _load(group: RankGroup, _: dict[str, Any]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""One worker of a deployment, as the deployment sees it: what it holds, how it fares, whether it is alive."""
+"""One worker of a deployment, from the deployment's side: its jobs in flight, its state and its health."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from plaudit.serve.workers import frames
 from plaudit.serve.workers.jobs import Answer, Job, as_frames
 from plaudit.serve.workers.link import HANG_SECONDS, KILL_SECONDS, SILENCE_SECONDS, Owner, State
 
-WINDOW = 4  # budgets of tokens that a worker may hold: enough to gather and to sort, little enough to stay fair
+WINDOW = 4  # in-flight tokens of a worker, in step budgets: enough to batch and sort, few enough to stay fair
 WINDOW_ITEMS = 2048
-SUSPECT = 2  # a work that was held at this many deaths of a worker runs alone from now on ...
-GUILTY = 3  # ... and if that kills it too, is not tried again
+ISOLATE_AFTER = 2  # a work in flight at this many crashes of a worker runs alone from now on ...
+REJECT_AFTER = 3  # ... and after this many it is failed
 PROBE_SECONDS = 5.0
-FRESH_SECONDS = 1.0  # a result this recent proves the model as well as a probe
+FRESH_SECONDS = 1.0  # a result this recent proves the model's health as well as a probe
 PROBE_ID = 0
 
 
 class WorkerLink(Protocol):
-    """The way to a worker and back: `Link` to a process of our own, `RayLink` to a replica of Ray Serve's."""
+    """The connection to a worker: `Link` for a local process, `RayLink` for a replica of Ray Serve."""
 
     state: State
     reason: str
@@ -51,7 +51,7 @@ class WorkerLink(Protocol):
 
 
 Connect = Callable[[int, Owner], WorkerLink]
-"""A wire for the replica of this number."""
+"""Creates the link of the replica with this number."""
 
 
 class ReplicaOwner(Protocol):
@@ -63,11 +63,11 @@ class ReplicaOwner(Protocol):
 
     def on_counted(self, steps: int, computed: int, shared: int, budget: int) -> None: ...
 
-    def take_back(self, jobs: list[Job]) -> bool:
-        """A worker has died with these. Whether it is clear that one of them was to blame."""
+    def requeue(self, jobs: list[Job]) -> bool:
+        """A worker has crashed with these jobs. Returns whether one of them is known to be the cause."""
 
     def on_capacity(self) -> None:
-        """A worker may take more."""
+        """A worker can take more."""
 
     def on_change(self) -> None: ...
 
@@ -78,13 +78,13 @@ class Replica:
         self.budget = 1
         self.in_flight: dict[int, Job] = {}
         self.in_flight_tokens = 0
-        self.leaving = False  # takes nothing more
+        self.leaving = False  # accepts no more jobs
         self._keeper = keeper
         self._metrics = metrics
         self._labels = (keeper.name, str(number))
         self._probe: asyncio.Future[bool] | None = None
         self._probe_columns: tuple[int, ...] | None = None
-        self._seen = (0, 0, 0)  # the worker's counters
+        self._seen = (0, 0, 0)  # the worker's last counters
         self._busy_since = 0.0
         self.wire = connect(number, self)
 
@@ -92,7 +92,7 @@ class Replica:
         """Wait until its model is loaded and warmed up."""
         hello = await self.wire.loaded()
         self.budget = hello.budget
-        # A model without a class head is probed by one column of its vocabulary head.
+        # A model without a classification head is probed with one column of its language model head.
         self._probe_columns = (0,) if hello.facts["causal"] else None
         return hello
 
@@ -102,10 +102,10 @@ class Replica:
 
     @property
     def has_capacity(self) -> bool:
-        """What several deaths saw runs alone: so the killer finds itself out."""
+        """Whether it can take a job. A suspected job runs alone, so that the cause of crashes is identified."""
         if not self.ready or not self.wire.writable or self.leaving:
             return False
-        if len(self.in_flight) == 1 and next(iter(self.in_flight.values())).deaths >= SUSPECT:
+        if len(self.in_flight) == 1 and next(iter(self.in_flight.values())).deaths >= ISOLATE_AFTER:
             return False
         return not self.in_flight or (
             self.in_flight_tokens < WINDOW * self.budget and len(self.in_flight) < WINDOW_ITEMS
@@ -122,7 +122,7 @@ class Replica:
         self.in_flight_tokens -= job.cost
 
     def send(self, batch: Sequence[Job]) -> None:
-        """What it holds already."""
+        """Send jobs that were assigned to it."""
         for frame in as_frames(batch):
             self.wire.send(frame)
 
@@ -133,11 +133,11 @@ class Replica:
             self.wire.send(frames.Cancel([job.id for job in jobs]))
 
     async def healthy(self) -> str:
-        """ "" if a tiny work goes through batcher and model in time; else why not."""
+        """Returns "" if a tiny work is computed in time by batcher and model; otherwise the reason."""
         if not self.ready:
             return self.wire.public_reason
         if self.wire.silent_for() > SILENCE_SECONDS:
-            return f"its worker has been silent for {self.wire.silent_for():.0f} s"
+            return f"its worker has sent nothing for {self.wire.silent_for():.0f} s"
         if time.monotonic() - self.wire.last_result < FRESH_SECONDS:
             return ""
         if self._probe is None:
@@ -147,7 +147,7 @@ class Replica:
         try:
             passed = await asyncio.wait_for(asyncio.shield(self._probe), PROBE_SECONDS)
         except TimeoutError:
-            return f"a probe did not come back in {PROBE_SECONDS:g} s"
+            return f"a probe did not return within {PROBE_SECONDS:g} s"
         return "" if passed else "a probe failed"
 
     def supervise(self) -> None:
@@ -155,12 +155,12 @@ class Replica:
         if not self.ready:
             return
         if self.wire.silent_for() > KILL_SECONDS:
-            self.wire.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
+            self.wire.kill(f"its worker sent no heartbeat for {KILL_SECONDS:g} s")
         elif self.in_flight and time.monotonic() - max(self.wire.last_result, self._busy_since) > HANG_SECONDS:
-            self.wire.kill(f"its worker finished nothing for {HANG_SECONDS:g} s")
+            self.wire.kill(f"its worker returned no result for {HANG_SECONDS:g} s")
 
     async def drained(self) -> None:
-        """Until it holds nothing. It must be leaving."""
+        """Wait until it has no jobs in flight. It must be leaving."""
         while self.in_flight:
             await asyncio.sleep(0.05)
 
@@ -171,7 +171,7 @@ class Replica:
             "resident_bytes": self.wire.alive.resident, "device_bytes": self.wire.alive.device,
         }  # fmt: skip
 
-    # From the worker
+    # Receiving
 
     def on_results(self, results: frames.Results) -> None:
         self.budget = results.budget
@@ -204,7 +204,7 @@ class Replica:
             self._probe.set_result(False)
             self._probe = None
         jobs, self.in_flight, self.in_flight_tokens = list(self.in_flight.values()), {}, 0
-        return self._keeper.take_back(jobs)
+        return self._keeper.requeue(jobs)
 
     def _answer(self, id: int, answer: Answer) -> None:
         if id == PROBE_ID:

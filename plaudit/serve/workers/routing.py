@@ -1,9 +1,9 @@
-"""Which replica computes a work: the one that has its beginning, unless another has much less to do.
+"""Chooses the replica of a work: the one that has its prefix cached, unless another is much less loaded.
 
-A replica keeps the KV of what it computed, so samples of one prompt, siblings in a search and turns of a conversation
-should meet again. Beginnings of 16, 32, 64 ... tokens are remembered with the replica they went to; the longest that is
-known decides. Load wins over memory: a replica that holds more than `ESCAPE` budgets more than the least loaded one is
-passed by, and the beginning moves with the work.
+A replica keeps the KV cache of what it computed, so samples of one prompt, siblings in a search and turns of a
+conversation should go to the same one. Hashes of prefixes of 16, 32, 64 ... tokens are stored with their replica; the
+longest known prefix decides. Load takes precedence: a replica with more than `ESCAPE` budgets of tokens more than the
+least loaded one is skipped, and the prefix is assigned to the other one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-SHORTEST = 16  # tokens of a beginning that is worth remembering: a block of the CPU's cache
-MOST_PREFIXES = 1 << 16  # beginnings that are remembered
+SHORTEST = 16  # the shortest prefix stored: a block of the CPU's KV cache
+MAX_PREFIXES = 1 << 16  # prefixes stored
 ESCAPE = 1.0
 
 
@@ -28,10 +28,10 @@ R = TypeVar("R", bound=Loaded)
 
 class Affinity:
     def __init__(self) -> None:
-        self._replica_by_prefix: OrderedDict[int, int] = OrderedDict()  # beginning -> replica's number
+        self._replica_by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix hash -> replica's number
 
     def choose(self, tokens: Sequence[int], salt: str, replicas: Sequence[R]) -> R:
-        """One of the replicas that have capacity."""
+        """Chooses among the replicas with capacity."""
         beginnings = _beginnings(tokens, salt)
         preferred = next(
             (self._replica_by_prefix[b] for b in reversed(beginnings) if b in self._replica_by_prefix), None
@@ -46,13 +46,13 @@ class Affinity:
         for beginning in beginnings:
             self._replica_by_prefix[beginning] = chosen.number
             self._replica_by_prefix.move_to_end(beginning)
-        while len(self._replica_by_prefix) > MOST_PREFIXES:
+        while len(self._replica_by_prefix) > MAX_PREFIXES:
             self._replica_by_prefix.popitem(last=False)
         return chosen
 
 
 def _beginnings(tokens: Sequence[int], salt: str) -> list[int]:
-    """Hashes of the first 16, 32, 64 ... tokens, each made from the one before it."""
+    """Hashes of the first 16, 32, 64 ... tokens, each computed from the previous one."""
     hashes, length, before, whole = [], SHORTEST, 0, hash(salt)
     while length <= len(tokens):
         whole = hash((whole, *tokens[before:length]))

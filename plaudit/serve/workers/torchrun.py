@@ -1,4 +1,4 @@
-"""Whether this process was started by torchrun."""
+"""Detects whether this process was started by torchrun."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def launched() -> bool:
-    """Whether somebody else, such as torchrun, starts the ranks."""
+    """Whether the ranks are started by torchrun or another launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ

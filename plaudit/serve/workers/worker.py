@@ -1,8 +1,8 @@
-"""The process that runs one model: `python -m plaudit.serve.workers.worker FD`, started by `link.py` on a socket pair.
+"""The worker process of a model: `python -m plaudit.serve.workers.worker FD`, started by `link.py` on a socket pair.
 
-It reads what has come, computes one step of the core's scheduler for all of it, sends what is finished, and so on. It
-ends when the other end closes. An item whose step failed is computed again alone, so that one bad item fails alone; an
-error after which the device cannot be trusted ends the process, and the front starts another.
+In a loop it reads the received frames, runs one step of the scheduler, and sends the finished results. It exits when
+the other end closes. An item whose step failed is computed again alone, so that a bad item fails alone; an error after
+which the device cannot be trusted ends the process, and the server restarts it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from plaudit.serve.workers.ranks import lead, leave
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 SMALLEST_BUDGET = 256
-NARROW = 192  # hidden units: for a narrower model threads that sleep while they wait cost more than they bring
+NARROW = 192  # hidden size below which threads that sleep while waiting cost more than they save
 
 
 @dataclass
 class _PendingRequest:
-    """One work or prompt that the server sent."""
+    """One work or prompt received from the server."""
 
     id: int
     tokens: list[int]
     params: SamplingParams
-    positions: tuple[int, ...] | None = None  # of a work; a prompt has none
+    positions: tuple[int, ...] | None = None  # of a work; None for a prompt
     columns: tuple[int, ...] | None = None
     logprobs: bool = False
     stream: bool = False
     retried: bool = False
-    ended: int = 0  # samples of a prompt
+    ended: int = 0  # finished samples of a prompt
     error: ItemError | None = None
-    whole: list[frames.TextPiece] = field(default_factory=list)  # samples, until all of them have ended
-    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stream: tokens and characters, by sample
+    whole: list[frames.TextPiece] = field(default_factory=list)  # finished samples, until all are finished
+    # of a stream: tokens and characters sent, by sample
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin_again(self) -> None:
         self.ended, self.error, self.whole, self.given = 0, None, [], {}
@@ -67,26 +68,28 @@ class Worker(SocketWorker[frames.Frame]):
     def __init__(self, sock: socket.socket, reader: FrameReader[frames.Frame], engine: Engine) -> None:
         super().__init__(sock, reader)
         self.engine = engine
-        self._requests: dict[int, _PendingRequest] = {}  # by the engine's number
-        self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
-        self._waiting: deque[_PendingRequest] = deque()  # come, and not yet with the engine
-        self._alone: deque[_PendingRequest] = deque()  # to be computed again, one at a time, before what waits
+        self._requests: dict[int, _PendingRequest] = {}  # by the engine's request number
+        self._numbers: dict[int, int] = {}  # the server's id -> the engine's request number
+        self._waiting: deque[_PendingRequest] = deque()  # received, not yet submitted to the engine
+        self._alone: deque[_PendingRequest] = deque()  # to be computed again, one at a time, before the others
         self._timer = frames.Timer()
-        self._before = engine.stats()  # what the warm-up computed is not counted
+        self._before = engine.stats()  # excludes the warm-up from the counters
 
     def warm_up(self) -> None:
-        """Every kind of step once, so that the first request finds memory taken and kernels chosen."""
+        """Run every kind of step once, so that memory is allocated and kernels are selected before the first
+        request."""
         vocabulary, most = self.engine.decoder.vocab_size, min(self.engine.decoder.max_positions, self.engine.budget)
         columns = [0] if self.engine.decoder.kind == "causal" else None
         for lengths in ([1], [2, 7, 16], [most], [most // 2 or 1] * 2):
             ids = [[(7 * i + n) % vocabulary for i in range(length)] for n, length in enumerate(lengths)]
-            with suppress(RequestError):  # a damaged model may give no number for some token; whoever sends it hears it
+            # a damaged model may return no number for some token; that error goes to the request with the token
+            with suppress(RequestError):
                 self.engine.score(ids, columns=columns, cache=True)
         try:
             self.engine.score([[0]], columns=columns)
         except RequestError as error:
             raise ModelError(f"it cannot score even one token ({error}); its weights are damaged") from error
-        self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
+        self.engine.new_version(self.engine.version)  # removes the warm-up from the prefix tree
         self._before = self.engine.stats()
 
     def device_bytes(self) -> int:
@@ -101,7 +104,7 @@ class Worker(SocketWorker[frames.Frame]):
         self._report(self.engine.step())
 
     def _submit_next(self) -> None:
-        """All that waits; but as long as something must be computed alone, that and nothing else."""
+        """Submit everything queued; but while a request must be computed alone, only that one."""
         if self._alone:
             if not self.engine.busy:
                 self._submit(self._alone.popleft())
@@ -137,7 +140,7 @@ class Worker(SocketWorker[frames.Frame]):
                 for id in cancelled & self._numbers.keys():
                     self.engine.abort(self._numbers[id])
             case _:
-                raise ValueError(f"a worker takes no {type(frame).__name__}")
+                raise ValueError(f"unexpected frame {type(frame).__name__} for a worker")
 
     def _submit(self, request: _PendingRequest) -> None:
         try:
@@ -165,7 +168,7 @@ class Worker(SocketWorker[frames.Frame]):
             request = self._requests[update.request]
             pieces += _pieces(request, update)
             if update.values is None and update.sample is None:
-                continue  # it goes on
+                continue  # unfinished
             request.ended += 1
             if update.sample is not None:
                 request.error = request.error or update.sample.error
@@ -179,7 +182,7 @@ class Worker(SocketWorker[frames.Frame]):
             else:
                 pieces += request.whole
         if any(u.sample is not None and u.sample.error and u.sample.error.type in OUT_OF_MEMORY for u in updates):
-            self.engine.shrink(SMALLEST_BUDGET)  # once, however many items the step had
+            self.engine.shrink(SMALLEST_BUDGET)  # once per step, however many items it had
         if values or errors or pieces:
             self._send_results(values, errors, pieces)
 
@@ -187,9 +190,9 @@ class Worker(SocketWorker[frames.Frame]):
         if error.type == RankLost.__name__:
             os._exit(RankLost.exit_code)
         if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
-            os._exit(3)  # nothing computed on this device after this would be worth anything
+            os._exit(3)  # nothing computed on this device from now on can be trusted
         if error.type == "NotANumber":
-            # It spreads to all that share a beginning with it: nothing of this is kept, and alone it shows whose it is.
+            # It affects all requests with the same prefix: drop the cache, and compute each alone to find the cause.
             self.engine.new_version(self.engine.version)
         if request.retried:
             type = "nonfinite_score" if error.type == "NotANumber" else "compute_failed"
@@ -222,8 +225,8 @@ class Worker(SocketWorker[frames.Frame]):
 
 
 def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
-    """What is new of a stream. Of others a sample is kept, to be sent with those of the same prompt: should one fail,
-    all are drawn again."""
+    """The new part of a stream. Without streaming, a sample is kept and sent together with those of the same prompt: if
+    one fails, all are sampled again."""
     sample, index = update.sample, update.index
     if update.values is not None or (sample is not None and (sample.error or sample.finish_reason == "abort")):
         return []
@@ -243,7 +246,7 @@ def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
 
 @lru_cache(maxsize=1024)
 def _salted(salt: str) -> SamplingParams:
-    """Of a work nothing else of them counts; made once for each API key."""
+    """Only the salt matters for a work; created once for each API key."""
     return SamplingParams(salt=salt)
 
 

@@ -4,12 +4,12 @@
     critic_train  tokens [N, T]; returns, prev_values, mask [N, T-1]               ->  loss_mean [1]
     critic_save   dummy_var [1]                                                    ->  status [1]
 
-values[:, t] is the value once token t has been read, so column t of `returns` stands for the token t + 1. Of a row only
-what its mask reaches is kept: the model is causal, and padding behind it could change nothing.
+values[:, t] is the value after token t, so column t of `returns` belongs to token t + 1. A row is truncated after the
+last token of its mask: the model is causal, so padding behind it has no effect.
 
-Two parameters of a critic_train are ours: `update_id`, under which the server remembers what it answered, so that a
-request sent twice trains once; and `updates`, how many updates the caller knows of: a critic with another history
-refuses.
+A critic_train may have two additional parameters: `update_id`, under which the server stores its reply, so that a
+retried request trains only once; and `updates`, the number of updates the caller has seen: a critic with another number
+rejects the request.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LONGEST_ID = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Rows to learn from. `mask`, `returns` and `values` are flat, an entry for each token behind a row's prompt.
+class TrainingRows:
+    """Rows to train on. `mask`, `returns` and `values` are flat, with one entry for each token after a row's prompt.
 
-    prompts    how many tokens of each row stand before the first that is learned from
-    update_id  "" if the caller gave none
-    updates    None if the caller did not say how many it knows of
+    prompts    the number of tokens of each row before the first one trained on
+    update_id  "" if not given
+    updates    None if not given
     """
 
     tokens: list[list[int]]
@@ -58,13 +58,13 @@ class Lesson:
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
-    """Triton's shape, and the word for programs beside it."""
+    """Triton's error format, with our error type added."""
     reply = triton.write_error(error, request_id)
     reply.body = msgspec.json.encode({"error": str(error), "type": error.type})
     return reply
 
 
-def read_lesson(infer: Infer) -> Lesson:
+def read_training_rows(infer: Infer) -> TrainingRows:
     tensors = [_needed(infer, spec.name) for spec in TRAIN.inputs]
     tokens = _matrix(tensors[0], "tokens", "iu")
     count, columns = tokens.shape
@@ -78,16 +78,18 @@ def read_lesson(infer: Infer) -> Lesson:
         bad = ~np.isfinite(array)
         if bad.any():
             row, column = np.argwhere(bad)[0].tolist()
-            raise _bad(f"{name}[{row}, {column}] is {array[row, column]}; the weights are as they were")
+            raise _bad(
+                f"{name}[{row}, {column}] is {array[row, column]}; expected a finite number; the weights are unchanged"
+            )
     if not np.isin(mask, (0, 1)).all():
         row, column = np.argwhere(~np.isin(mask, (0, 1)))[0].tolist()
         raise _bad(f"mask[{row}, {column}] is {mask[row, column]:g}; expected 0 or 1")
-    return _lesson(tokens, returns, values, mask.astype(bool), infer.parameters)
+    return _training_rows(tokens, returns, values, mask.astype(bool), infer.parameters)
 
 
-def _lesson(
+def _training_rows(
     tokens: np.ndarray, returns: np.ndarray, values: np.ndarray, mask: np.ndarray, parameters: Mapping[str, Any]
-) -> Lesson:
+) -> TrainingRows:
     rows, prompts, spans = [], [], []
     for row in np.flatnonzero(mask.any(axis=1)).tolist():
         where = np.flatnonzero(mask[row])
@@ -96,7 +98,7 @@ def _lesson(
         prompts.append(first + 1)
         spans.append((row, slice(first, last + 1)))
     if not rows:
-        raise _bad(f"mask is 0 everywhere in {len(tokens)} rows: there is nothing to learn from")
+        raise _bad(f"mask is 0 everywhere in {len(tokens)} rows; expected a token to train on")
 
     def flat(values: np.ndarray, kind: str) -> np.ndarray:
         return np.concatenate([values[span] for span in spans]).astype(kind)
@@ -105,18 +107,18 @@ def _lesson(
     if not isinstance(id, str) or len(id) > LONGEST_ID:
         raise _bad(f"parameter update_id is {str(id)[:40]!r}; expected at most {LONGEST_ID} characters")
     if updates is not None and (type(updates) is not int or updates < 0):
-        raise _bad(f"parameter updates is {str(updates)[:40]!r}; expected a count")
-    return Lesson(rows, prompts, flat(mask, "?"), flat(returns, "<f4"), flat(values, "<f4"), id, updates)
+        raise _bad(f"parameter updates is {str(updates)[:40]!r}; expected a number of updates")
+    return TrainingRows(rows, prompts, flat(mask, "?"), flat(returns, "<f4"), flat(values, "<f4"), id, updates)
 
 
 def check_save(infer: Infer) -> None:
     dummy = _needed(infer, "dummy_var")
     if not isinstance(dummy.values, np.ndarray) or len(dummy.values) != 1:
-        raise _bad(f"dummy_var must be one number; it has shape {list(dummy.shape)}")
+        raise _bad(f"dummy_var must be a single number; it has shape {list(dummy.shape)}")
 
 
 def padded(rows: list[np.ndarray], columns: int) -> np.ndarray:
-    """[B, columns], zeros behind each row."""
+    """Pads the rows with zeros to [B, columns]."""
     values = np.zeros((len(rows), columns), dtype=np.float32)
     for at, row in enumerate(rows):
         values[at, : len(row)] = row
@@ -142,7 +144,7 @@ def _matrix(tensor: Tensor, name: str, kinds: str) -> np.ndarray:
 
 
 def _shape(values: np.ndarray) -> str:
-    return f"it has {list(values.shape)}"
+    return f"its shape is {list(values.shape)}"
 
 
 def _bad(message: str) -> HttpError:

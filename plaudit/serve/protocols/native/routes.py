@@ -1,4 +1,4 @@
-"""The native routes: rewards, the list of models, the swap of a model, health, metrics, page and documentation."""
+"""The native routes: rewards, the list of models, model swaps, health, metrics, live page and documentation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from plaudit.serve.scoring import ScoringService
 
 REWARDS = "Score responses, or the steps of responses"
 MODELS = "List the models, with kind, version and state"
-ONE_MODEL = "/v1/models/"  # and its name or alias, as clients of OpenAI ask
+ONE_MODEL = "/v1/models/"  # followed by a name or alias, as OpenAI clients request it
 HTML = b"text/html; charset=utf-8"
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")  # nothing in it is from the network
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")  # loads nothing from the network
 
 
 class NativeRoutes:
-    """others  the routes of the other protocols, for the documentation"""
+    """others  routes of the other protocols, for the documentation"""
 
     def __init__(self, scoring: ScoringService, others: Sequence[Route] = ()) -> None:
         self.scoring = scoring
@@ -40,22 +40,24 @@ class NativeRoutes:
         return [
             Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS),
             Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
-            Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
+            Route("POST", "/admin/swap", "admin", self.swap, summary="Replace a model by another directory"),
             Route("GET", "/admin/swaps", "admin", self.swaps, summary="Canaries, and swaps started with wait false"),
-            Route("POST", "/admin/rollback", "admin", self.rollback, summary="Without the canary, or the last swap"),
-            Route("POST", "/admin/promote", "admin", self.promote, summary="The canary takes all requests"),
+            Route(
+                "POST", "/admin/rollback", "admin", self.rollback, summary="Remove the canary, or undo the last swap"
+            ),
+            Route("POST", "/admin/promote", "admin", self.promote, summary="Send all requests to the canary"),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
-            Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model was given up for good"),
+            Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model has failed permanently"),
             Route(
                 "GET",
                 "/health/ready",
                 "open",
                 self.ready,
-                summary="Readiness: 200 if every model, or ?model=NAME, computes",
+                summary="Readiness: 200 if every model, or ?model=NAME, is ready",
             ),
-            Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
-            Route("GET", "/metrics", "metrics", self.metrics, summary="Metrics in the format of Prometheus"),
-            Route("GET", "/stats", "key", self.stats, summary="Figures of the last minutes, for the live page"),
+            Route("GET", "/health", "open", self.ready, summary="Readiness, at the path load balancers expect"),
+            Route("GET", "/metrics", "metrics", self.metrics, summary="Metrics in Prometheus format"),
+            Route("GET", "/stats", "key", self.stats, summary="Statistics of the last minutes, for the live page"),
             Route("GET", "/", "open", self.page, summary="The live page: load, models, a form to try them"),
             Route("GET", "/docs", "open", self.docs, summary="This page: every route of the server"),
             Route("GET", "/openapi.json", "open", self.openapi, summary="This documentation as an OpenAPI document"),
@@ -89,14 +91,14 @@ class NativeRoutes:
 
     async def show_model(self, request: Request) -> Reply:
         if request.method != "GET":
-            raise HttpError(405, "method_not_allowed", "this path takes GET", allow="GET")
+            raise HttpError(405, "method_not_allowed", "this path accepts GET", allow="GET")
         meant = self.scoring.find(request.path.rpartition(ONE_MODEL)[2]).name
         return Reply.json(next(card for card in self._cards() if card["id"] == meant))
 
     def _cards(self) -> list[dict[str, Any]]:
         keys = ("name", "kind", "version", "state", "max_tokens", "labels")
         models = [{k: d[k] for k in keys if k in d} for d in self.models.describe()]
-        # Clients written for vLLM also look here. A model's path is the server's own affair: its root is its name.
+        # vLLM clients also read the root. The model's path stays private, so its root is its name.
         cards = [vllm.model_card(m["name"], m["name"], m.get("max_tokens"), self.created) for m in models]
         return [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
 

@@ -3,12 +3,12 @@
 JSON, in:
 
     {"model": "sums",                     # the first model served, if left out
-     "items": [{"prompt": "7+8=", "responses": ["#15", ["7+8=15;", "#15"]]},     # a response: text, or its steps
+     "items": [{"prompt": "7+8=", "responses": ["#15", ["7+8=15;", "#15"]]},     # a response: a text, or its steps
                {"messages": [{"role": "user", "content": "7+8="}, {"role": "assistant", "content": "#15"}]},
                {"text": "7+8=#15"},       # rendered by the caller: control tokens in it count
                {"tokens": [1, 12, 14]}],
      "steps": false,                      # step scores of a process model as well
-     "truncate": "left" | "right",        # the side that may be cut; without it too long is an error
+     "truncate": "left" | "right",        # the side to truncate; without it, too long is an error
      "priority": 0, "cache": true}
 
 An item may also hold `truth`, for rules. JSON, out:
@@ -17,13 +17,13 @@ An item may also hold `truth`, for rules. JSON, out:
      "items": [{"scores": [0.9, 0.8], "steps": [[..], [..]], "attributes": [{..}, {..}], "truncated": [..]}
                | {"error": {"type", "message"}}]}
 
-`steps`, `attributes` and `truncated` are there when they were asked for or say something. Where some responses of an
-item fail and others do not, theirs is `null` in `scores`, and `errors` has the reason in their place.
+`steps`, `attributes` and `truncated` are present when requested or not empty. Where only some responses of an item
+fail, their entry in `scores` is `null`, and `errors` has the reason at the same index.
 
 Binary (`Content-Type: application/x-plaudit-tokens`, `?model=NAME`), everything little-endian:
 
     in    uint32 n, uint32 offsets[n + 1], int32 tokens[offsets[n]]
-    out   uint32 n, float32 scores[n], then JSON as above with `errors` ({index: {type, message}}) in place of `items`;
+    out   uint32 n, float32 scores[n], then JSON as above with `errors` ({index: {type, message}}) instead of `items`;
           the score of a failed item is NaN, and its error is there
 """
 
@@ -69,9 +69,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     cache: bool = True
 
 
-NO_TEXT = b"\xff"  # stands in no UTF-8
+NO_TEXT = b"\xff"  # never occurs in UTF-8
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)((?:\\\\)*)"  # an even number of backslashes: the next one begins an escape
+    rb"(?<!\\)((?:\\\\)*)"  # an even number of backslashes: the next one starts an escape
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
 _BODY = msgspec.json.Decoder(_Body)
@@ -80,7 +80,7 @@ _ITEM = msgspec.json.Decoder(_Item)
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """What a request asks for: groups of items that are answered together, or the reason why a group cannot be."""
+    """A parsed request: groups of items answered together, or the reason why a group is invalid."""
 
     model: str | None
     groups: list[list[Item] | str]
@@ -100,7 +100,7 @@ def read_json(body: bytes, most_items: int) -> RewardRequest:
         raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
     if not -PRIORITIES <= request.priority <= PRIORITIES:
         raise HttpError(
-            422, "invalid_request", f"priority {request.priority} is not from {-PRIORITIES} to {PRIORITIES}"
+            422, "invalid_request", f"priority is {request.priority}; expected {-PRIORITIES} to {PRIORITIES}"
         )
     if not request.items:
         raise HttpError(422, "no_items", "items is empty; send at least one")
@@ -116,7 +116,7 @@ def _decoded(body: bytes, most_items: int) -> _Body:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        # One lone surrogate makes msgspec refuse the whole body. As a byte that is no UTF-8 it spoils only its item.
+        # One lone surrogate makes msgspec reject the whole body. Replaced by an invalid byte it fails only its item.
         mended = _LONE_SURROGATE.sub(rb"\1" + NO_TEXT, body, count=most_items)
         if mended == body:
             raise
@@ -124,18 +124,18 @@ def _decoded(body: bytes, most_items: int) -> _Body:
 
 
 def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[Item] | str:
-    """The responses of one item; or, as text, what is wrong with it. One bad item does not spoil the request."""
+    """The responses of one item, or an error message as text. An invalid item does not fail the request."""
     try:
         item = _ITEM.decode(raw)
     except UnicodeDecodeError:
-        return "a text of this item is not Unicode: it has a lone surrogate, or bytes that are not UTF-8"
+        return "a text of this item is not valid Unicode: it has a lone surrogate, or bytes that are not UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
         return one_line(error, 200)
     forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(item, name) is not None]
     if len(forms) != 1:
-        return f"an item has one of prompt + responses, messages, text and tokens; this has {forms or 'none'}"
+        return f"this item has {forms or 'none'}; expected one of prompt + responses, messages, text and tokens"
     if (item.prompt is None) != (item.responses is None):
-        return "prompt and responses go together; one of them is missing"
+        return "prompt or responses is missing; give both"
     if item.responses is not None:
         if not item.responses:
             return "responses is empty; send at least one"
@@ -185,20 +185,23 @@ def value_of(result: Result) -> float | None:
 
 def read_binary(body: bytes, query: bytes, most_items: int) -> RewardRequest:
     if len(body) < 4:
-        raise HttpError(400, "invalid_binary", f"{len(body)} bytes are no request; see /docs for the form")
+        raise HttpError(
+            400, "invalid_binary", f"a body of {len(body)} bytes is too short for a request; see /docs for the format"
+        )
     (count,) = struct.unpack_from("<I", body)
     head = 4 + 4 * (count + 1)
     if count == 0:
         raise HttpError(422, "no_items", "the request has 0 items; send at least one")
     if len(body) < head:
-        raise HttpError(400, "invalid_binary", f"{count} items need {head} bytes of offsets, and {len(body)} came")
+        raise HttpError(400, "invalid_binary", f"{count} items need {head} bytes of offsets; the body has {len(body)}")
     _check_count(count, most_items)
     offsets = np.frombuffer(body, dtype="<u4", count=count + 1, offset=4).astype(np.int64)
     total = int(offsets[-1])
     if offsets[0] != 0 or (np.diff(offsets) < 0).any() or len(body) != head + 4 * total:
         raise HttpError(
             400, "invalid_binary",
-            f"offsets must rise from 0 to the tokens; {(len(body) - head) / 4:g} came, the last offset is {total}",
+            f"offsets must increase from 0 to the number of tokens, {(len(body) - head) / 4:g}; the last offset is "
+            f"{total}",
         )  # fmt: skip
     tokens = np.frombuffer(body, dtype="<i4", offset=head).tolist()
     ends = offsets.tolist()
@@ -221,14 +224,14 @@ def write_binary(
 
 def _queried_model(query: bytes) -> str | None:
     if query.count(b"&"):
-        raise HttpError(422, "invalid_request", "several query fields; only model is known, once")
+        raise HttpError(422, "invalid_request", "several query fields; expected only model, once")
     fields = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     for name, _ in fields:
         if name != "model":
-            raise HttpError(422, "invalid_request", f"unknown query field {name[:40]!r}; only model is known")
+            raise HttpError(422, "invalid_request", f"unknown query field {name[:40]!r}; expected model")
     return fields[0][1] if fields else None
 
 
 def _check_count(count: int, most: int) -> None:
     if count > most:
-        raise HttpError(422, "too_many_items", f"{count} responses in one request, at most {most}; split it")
+        raise HttpError(422, "too_many_items", f"{count} responses in one request; the limit is {most}; split it")

@@ -1,4 +1,4 @@
-"""Replies of OpenAI's routes: whole, or as a stream. Whatever computes gives `Continuation`s, and pieces of them to a
+"""Replies of OpenAI's routes, complete or streamed. The computation provides `Continuation`s, and their pieces to a
 job's listener.
 """
 
@@ -24,15 +24,15 @@ GONE = ("model_failed", "model_closed")
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """A request that is ready to be computed: its choices are numbered prompt by prompt."""
+    """A request ready for computation; its choices are numbered prompt by prompt."""
 
     parsed: wire.ChatRequest | wire.CompletionRequest
     jobs: list[GenerateJob]
     head: dict[str, Any]
-    """What every reply and every chunk of it begins with."""
+    """The fields that every reply and chunk begins with."""
     tokenizer: Any
     compute: Callable[[Sequence[GenerateJob]], Coroutine[Any, Any, Sequence[Answer]]]
-    """An answer to each job; cancelled when the client has gone."""
+    """Returns an answer to each job; cancelled when the client disconnects."""
 
     @property
     def chat(self) -> bool:
@@ -65,8 +65,8 @@ async def reply(request: Request, prepared: PreparedRequest) -> Reply:
 
 
 async def _events(request: Request, prepared: PreparedRequest) -> AsyncGenerator[bytes, None]:
-    """First nothing, once there is something to say: what fails before that has the status of its error, what fails
-    later is the stream's last event."""
+    """Yields the events of a stream, first an empty one when computation has begun: errors before that set the HTTP
+    status, later errors become the stream's last event."""
     pieces: asyncio.Queue[tuple[int, TextPiece] | None] = asyncio.Queue()
     count = prepared.jobs[0].sampling.n
 
@@ -79,7 +79,7 @@ async def _events(request: Request, prepared: PreparedRequest) -> AsyncGenerator
     task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         piece = await pieces.get()
-        if piece is None:  # no text ends without a piece
+        if piece is None:  # every text ends with a piece
             _check(await task)
         yield b""
         try:
@@ -99,7 +99,7 @@ async def _events(request: Request, prepared: PreparedRequest) -> AsyncGenerator
 
 
 class _Chunks:
-    """From pieces to the events of a stream."""
+    """Converts pieces to events of a stream."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self.prepared = prepared
@@ -156,7 +156,7 @@ def _logprobs(prepared: PreparedRequest, drawn: Continuation | TextPiece, offset
 
 
 def _prompt_logprobs(prepared: PreparedRequest, tokens: list[int], sample: Continuation) -> list[Any]:
-    """As vLLM has them: nothing of the first token, then of each the log-prob of its own and of the likeliest."""
+    """vLLM's format: null for the first token, then the log-probs of each token and the likeliest ones."""
     own = sample.prompt or ()
     rows: list[Any] = [None]
     for token, logprob, top in zip(tokens[1:], own, sample.prompt_top or [()] * len(own), strict=True):

@@ -1,7 +1,7 @@
-"""OpenAI's /v1/chat/completions and /v1/completions, answered by a causal LM that is served beside reward models.
+"""OpenAI's /v1/chat/completions and /v1/completions for a causal LM that is served beside reward models.
 
-A request's prompts wait in the model's queue as works do, and the worker's scheduler continues all that are there
-together. A stream is the same request with a listener.
+A request's prompts are queued like works, and the worker's scheduler batches them with all others. A stream is the
+same request with a listener.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OpenAIRoutes(ProtocolRoutes):
 
     def routes(self) -> list[Route]:
         return [
-            self.work("/v1/chat/completions", self.chat, "OpenAI: an answer to messages, by a causal LM"),
-            self.work("/v1/completions", self.complete, "OpenAI: how a text goes on, by a causal LM"),
+            self.work("/v1/chat/completions", self.chat, "OpenAI: chat completions of a causal LM"),
+            self.work("/v1/completions", self.complete, "OpenAI: text completions of a causal LM"),
         ]
 
     async def chat(self, request: Request) -> Reply:
@@ -46,7 +46,7 @@ class OpenAIRoutes(ProtocolRoutes):
         rows = [next(texts) if isinstance(each, str) else _checked(intake, each) for each in parsed.prompt]
         for place, row in enumerate(rows):
             if isinstance(row, ItemError) or not row:
-                problem = row.message if isinstance(row, ItemError) else "there is not one token to continue"
+                problem = row.message if isinstance(row, ItemError) else "it has no tokens; expected at least one"
                 raise FieldError(f"prompt {place}: {problem}", "prompt", getattr(row, "type", "empty"))
         tokens = [row for row in rows if isinstance(row, list)]
         return await reply(request, self._prepare(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT))
@@ -68,14 +68,16 @@ class OpenAIRoutes(ProtocolRoutes):
 
 
 def find_writer(scoring: ScoringService, name: str | None) -> tuple[ServedModel, Intake]:
-    """A causal LM by its name; the first one without it."""
+    """Finds a causal LM by its name; the first one if None."""
     if not name and LOGPROBS_MODEL not in scoring.aliases:
-        raise HttpError(404, "unknown_model", "no model here writes text: serve one, plaudit serve --model NAME=DIR")
+        raise HttpError(
+            404, "unknown_model", "no served model generates text: serve one with plaudit serve --model NAME=DIR"
+        )
     served = scoring.find(name or LOGPROBS_MODEL)
     if not isinstance(served, ServedModel) or served.kind != "logprobs":
         raise HttpError(
-            422, "wrong_kind", f"{served.name} is of kind {served.kind} and writes no text: name a causal LM "
-            "that is served without a reward.toml (/v1/models shows it as kind logprobs)",
+            422, "wrong_kind", f"{served.name} is of kind {served.kind} and generates no text: name a causal LM "
+            "served without a reward.toml (/v1/models lists it with kind logprobs)",
         )  # fmt: skip
     intake = served.intake()
     assert isinstance(served.reading, LogprobsReading)
@@ -91,7 +93,7 @@ async def chat_tokens(
 
 def check_room(prompt: int, most: int, limit: int, what: str) -> None:
     if prompt + most > limit:
-        # Clients look for these words to shorten a prompt and send it again.
+        # Clients match this message to shorten a prompt and retry.
         raise FieldError(
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt + most} tokens "
             f"({prompt} in the {what}, {most} in the completion). Please reduce the length of the {what} or "

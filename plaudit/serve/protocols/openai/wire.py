@@ -1,7 +1,7 @@
-"""OpenAI's chat completions and completions, with the sampling options that vLLM adds to them.
+"""OpenAI's chat completions and completions, with vLLM's additional sampling options.
 
-Fields that change nothing here (`user`, `metadata`, `store`) are ignored. Fields that would change the text and cannot
-be honoured are refused by their names, unless they have the value that changes nothing.
+Fields without effect here (`user`, `metadata`, `store`) are ignored. Fields that would change the text but are not
+supported are rejected by name, unless they have their neutral value.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MOST_SAMPLES = 128
 MOST_STOPS = 64
 MOST_LIKELY = 20
 MOST = 2**31 - 1
-SHORT = 16  # tokens of a completion that asks for none, as OpenAI has it
+SHORT = 16  # default max_tokens of a completion, as in OpenAI's API
 CODES = {"unknown_model": "model_not_found", "too_long": "context_length_exceeded", "unauthorised": "invalid_api_key"}
-NOT_HERE: dict[str, tuple[Any, ...]] = {  # fields with the values that change nothing
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # unsupported fields and their neutral values
     "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
     "modalities": (["text"],), "prediction": (), "web_search_options": (), "use_beam_search": (False,),
     "length_penalty": (1,), "structured_outputs": (), "guided_choice": (), "guided_grammar": (),
@@ -62,8 +62,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def top(self) -> int | None:
-        """How many likely tokens beside the log-prob of each; None: no log-probs. Chats and completions each
-        say it in their own way."""
+        """The number of likely tokens beside each log-prob; None: no log-probs. Chats and completions have different
+        fields for it."""
         raise NotImplementedError
 
     @property
@@ -72,12 +72,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its counts."""
+        """Whether a stream ends with token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """A request without a seed gets one, so that it is drawn alike should its worker die."""
-        greedy = self.temperature == 0  # filters cannot matter then, and many clients send them all the same
+        """Sampling parameters. A request without a seed gets one, so that it is sampled identically if its worker is
+        restarted."""
+        greedy = self.temperature == 0  # filters have no effect then, though many clients send them
         return Sampling(
             max_tokens=max_tokens, temperature=1.0 if self.temperature is None else self.temperature, n=self.n or 1,
             top_k=0 if greedy else max(0, self.top_k or 0), top_p=1.0 if greedy else self.top_p or 1.0,
@@ -92,7 +93,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         )  # fmt: skip
 
     def _schema(self) -> str | None:
-        """Of OpenAI's `response_format`, or of vLLM's `guided_json`."""
+        """The JSON schema of OpenAI's `response_format`, or of vLLM's `guided_json`."""
         given = self.response_format or {"type": "text"}
         kind, table = given.get("type"), given.get("json_schema")
         schema: Any = self.guided_json
@@ -116,7 +117,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """messages   once read: with contents given in parts as one text"""
+    """messages   after parsing: contents given in parts are joined to one text"""
 
     messages: Any = msgspec.UNSET
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -137,13 +138,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template may look at beside the messages."""
+        """Variables passed to the chat template besides the messages."""
         tools = self.tools if self.tools and self.tool_choice != "none" else None
         return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """prompt   once read: texts or token lists"""
+    """prompt   after parsing: texts or token lists"""
 
     prompt: Any = msgspec.UNSET
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -163,30 +164,36 @@ def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
     if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs needs logprobs = true; set it, or leave both out", "top_logprobs")
     for name in set(request.chat_template_kwargs or ()) & set(RESERVED):
-        raise FieldError(f"chat_template_kwargs has {name!r}, which has a field of its own", "chat_template_kwargs")
+        raise FieldError(
+            f"chat_template_kwargs has {name!r}; send it as a field of the request", "chat_template_kwargs"
+        )
     return request
 
 
 def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
     request = _decoded(fields, CompletionRequest)
     if request.best_of not in (None, request.n or 1):
-        raise FieldError(f"best_of is {request.best_of} and n {request.n or 1}: nothing chooses here", "best_of")
+        raise FieldError(
+            f"best_of is {request.best_of} and n is {request.n or 1}; expected equal values: choosing "
+            "among samples is not supported",
+            "best_of",
+        )
     request.prompt = _prompts(request.prompt)
     return request
 
 
 def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
-    for name, harmless in NOT_HERE.items():
+    for name, harmless in UNSUPPORTED.items():
         value = fields.get(name)
         if value is not None and value not in harmless:
             what = shown(value) if not isinstance(value, int) else value
-            raise FieldError(f"{name} is {what}, which is not supported here: leave it out", name)
+            raise FieldError(f"{name} is {what}, which is not supported; leave it out", name)
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error), blamed(str(error)).removeprefix("body.") or None, "invalid_request") from None
     if request.stream and request.prompt_logprobs is not None:
-        raise FieldError("prompt_logprobs come with whole answers: leave them out, or stream", "prompt_logprobs")
+        raise FieldError("prompt_logprobs are not supported with stream: leave one of them out", "prompt_logprobs")
     return request
 
 
@@ -257,7 +264,7 @@ def completion_logprobs(
         offsets.append(offset)
         offset += len(token)
     drawn = zip(tokens, logprobs, strict=True)
-    # The token that was drawn is among them, as OpenAI has it; of two with one text the likelier is shown.
+    # The sampled token is included, as in OpenAI's API; of two tokens with the same text the likelier is returned.
     likely: list[dict[str, float]] | None = None
     if tops is not None:
         likely = [{**dict([*reversed(top)]), token: logprob} for top, (token, logprob) in zip(tops, drawn, strict=True)]

@@ -1,1 +1,1 @@
-"""SGLang's reward routes, and ETS's and REBASE's use of its `/generate`."""
+"""SGLang's reward routes, and the step scores that ETS and REBASE request through its `/generate`."""

@@ -1,18 +1,18 @@
-"""The step scores that ETS and REBASE ask of their fork of SGLang 0.1.14: `POST /generate` with `forward_only`.
+"""The step scores that ETS and REBASE request from their fork of SGLang 0.1.14: `POST /generate` with `forward_only`.
 
     in    {"text": "<the whole path so far>", "sampling_params": {"max_new_tokens": 0, "forward_only": true,
            "logits_require_id": 8094}}
     out   {"text": "", "meta_info": {"prompt_tokens", "completion_tokens", ...}, "scores": [0.93, 0.88],
            "forward_only": true}
 
-`logits_require_id` says what is read where:
+`logits_require_id` selects what is read and where:
 
-    TAG                  the score that the model's own format gives every step; TAG is the format's step tag
-    [PLUS, MINUS, TAG]   the chance of PLUS against MINUS at every token TAG
+    TAG                  the score that the model's own format gives each step; TAG is the format's step tag
+    [PLUS, MINUS, TAG]   the probability of PLUS against MINUS at every token TAG
     [PLUS, MINUS, -k]    the same at the k-th token from the end
 
-A text in which nothing ends with the tag gets `"scores": []`, for which the search drops the node. Lists of texts are
-answered with lists; both fields may also stand at the top level, where a list has one for each text.
+A text whose end is not a tag gets `"scores": []`, which makes the search drop the node. Lists of texts are answered
+with lists; both fields may also be at the top level, where a list has one entry per text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FIELD = "logits_require_id"
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """pair: the good token and the bad one; None leaves both to the format. at: a token, or below 0 a position."""
+    """pair: the positive and the negative token; None: defined by the format. at: a token, or if negative a
+    position."""
 
     pair: tuple[int, int] | None
     at: int

@@ -1,4 +1,4 @@
-"""SGLang's scoring routes, and the step scores that ETS and REBASE ask of their fork of it."""
+"""SGLang's scoring routes, and the step scores that ETS and REBASE request from their fork of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from plaudit.serve.protocols.classifier import Classifier, Prompt, Text
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.sglang import ets_wire as ets
 from plaudit.serve.protocols.sglang import wire as sglang
-from plaudit.serve.protocols.sglang.wire import SglangInputs, Wish
+from plaudit.serve.protocols.sglang.wire import LogprobRequest, SglangInputs
 from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, ScoringService
 
-StepList = tuple[int, Sequence[float]]  # how many tokens a path has, and the scores of its steps
+StepList = tuple[int, Sequence[float]]  # the number of tokens of a path, and the scores of its steps
 
 
 class SGLangRoutes(ProtocolRoutes):
@@ -41,7 +41,7 @@ class SGLangRoutes(ProtocolRoutes):
             self.work("/v1/score", self.score, "SGLang: probabilities of label tokens", sglang.claims_scoring),
             self.work("/generate", self.step_scores, "ETS and REBASE: scores of a path's steps", ets.claims),
             self.work("/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
-            self.route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", "open"),
+            self.route("GET", "/health_generate", self.health, "SGLang: 200 if every model is ready", "open"),
         ]
         rerank, reward = "SGLang: documents sorted by score", "SGLang: raw reward of a text"
         for method in ("POST", "PUT"):
@@ -96,7 +96,7 @@ class SGLangRoutes(ProtocolRoutes):
         parsed = sglang.read_rerank(request.fields())
         served = self.classifier.find(self._named(request), "outcome")
         if len(served.intake().facts.labels) > 1:
-            raise HttpError(422, "wrong_kind", f"{served.name} has several labels, so its documents have no one order")
+            raise HttpError(422, "wrong_kind", f"{served.name} has several labels; reranking needs a model with one")
         pairs: list[Prompt] = [Text(parsed.query, document) for document in parsed.documents]
         tokens = sound(await self.classifier.tokens(served, pairs, Cut()), "documents")
         values = [float(row[0]) for row in await self.classifier.logits(request, served, tokens)]
@@ -136,8 +136,8 @@ class SGLangRoutes(ProtocolRoutes):
     async def _steps(
         self, request: Request, served: ServedModel, parsed: ets.EtsRequest, places: Sequence[int]
     ) -> tuple[dict[int, list[int]], dict[int, StepList]]:
-        """Token ids of the texts whose last step can be scored, and the empty lists of the others, which are counted:
-        the client has no handler for an error, its thread would end and the search wait for ever."""
+        """Token ids of the texts whose last step can be scored, and empty lists for the others, which are counted as
+        errors: the client cannot handle an error reply, its thread would end and the search would wait forever."""
         rows = await self.classifier.tokens(served, [_prompts(parsed.inputs)[place] for place in places], Cut())
         tokenizer = served.intake().tokenizer
         steps: dict[int, list[int]] = {}
@@ -162,13 +162,13 @@ class SGLangRoutes(ProtocolRoutes):
         assert isinstance(reading, ProcessReading)
         if not reading.tag:
             raise HttpError(
-                422, "wrong_kind", f"the steps of {served.name} end without a tag, so {ets.FIELD} cannot name one; "
+                422, "wrong_kind", f"the step format of {served.name} has no tag, so {ets.FIELD} cannot name one; "
                 "serve a model whose format has a tag, or name it with --alias process_model=NAME",
             )  # fmt: skip
         for place in places:
             if parsed.requires[place].at != reading.tag[-1]:
                 raise HttpError(
-                    422, "refused", f"{ets.FIELD} is {parsed.requires[place].at}, and a step of {served.name} "
+                    422, "refused", f"{ets.FIELD} is {parsed.requires[place].at}, but a step of {served.name} "
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
         steps, empty = await self._steps(request, served, parsed, places)
@@ -193,7 +193,7 @@ class SGLangRoutes(ProtocolRoutes):
         return Reply(503 if await self.scoring.models.unready() else 200, b"")
 
     async def info(self, request: Request) -> Reply:
-        """Names and no paths: whoever reads them could not open those anyway."""
+        """Returns names instead of paths, which are private to the server."""
         served = self._causal(None, LOGPROBS_MODEL, PROCESS_MODEL) or self.classifier.find(None)
         facts = served.intake().facts
         return Reply.json(
@@ -206,13 +206,13 @@ class SGLangRoutes(ProtocolRoutes):
         )  # fmt: skip
 
     def _named(self, request: Request) -> str | None:
-        """SGLang serves one model and does not look at this name; here it chooses, if it is one of ours."""
+        """SGLang serves one model and ignores this name; here it selects a model if it is one of ours."""
         name = request.fields().get("model")
         ours = isinstance(name, str) and (name in self.scoring.models.served or name in self.scoring.aliases)
         return name if ours else None
 
     def _causal(self, *names: str | None) -> ServedModel | None:
-        """The first of these that is a causal LM."""
+        """The first of these models that is a causal LM."""
         for name in names:
             served = self.scoring.models.served.get(self.scoring.aliases.get(name or "", name or ""))
             if isinstance(served, ServedModel) and served.kind != "judge" and served.intake().facts.causal:
@@ -223,13 +223,13 @@ class SGLangRoutes(ProtocolRoutes):
         served = self._causal(*names)
         if served is None:
             raise HttpError(
-                422, "wrong_kind", "no causal LM is served, and only its vocabulary head has what is asked: serve one "
-                f"(--model PATH), or say which (--alias {LOGPROBS_MODEL}=NAME)",
+                422, "wrong_kind", "no causal LM is served, and log-probs need its language model head: serve one "
+                f"(--model PATH), or select one (--alias {LOGPROBS_MODEL}=NAME)",
             )  # fmt: skip
         return served
 
     async def _tokens(self, served: ServedModel, inputs: SglangInputs) -> list[list[int]]:
-        """As SGLang makes them: control strings are control tokens, and the tokenizer adds what it adds of itself."""
+        """Tokenises as SGLang does: control strings are control tokens, and the tokenizer adds its special tokens."""
         return sound(await self.classifier.tokens(served, _prompts(inputs), Cut()), inputs.field)
 
     async def _read(
@@ -246,18 +246,19 @@ class SGLangRoutes(ProtocolRoutes):
         return rows
 
 
-def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | None]:
-    """What is read before the last token, and at it. Both share the computation of the tokens."""
+def _generate_works(tokens: list[int], wish: LogprobRequest) -> tuple[Work | None, Work | None]:
+    """The works for the positions before the last token, and for the last token. They share the computation."""
     count = len(tokens)
     start = count if wish.start is None else wish.start
     if start > count:
         raise HttpError(
-            400, "refused", f"logprob_start_len is {start}, and there are {count} tokens; take a smaller one"
+            400, "refused", f"logprob_start_len is {start}; expected less than the {count} tokens of the input"
         )
     first = Work(tokens, tuple(range(start, count - 1)), (NEXT, *wish.tokens), 0, False, logprobs=True)
     last = Work(tokens, (count - 1,), wish.tokens or (0,), 0, False, logprobs=True)
     if not first.positions:
-        return None, last  # also where nothing is asked: the tokens are computed, and the next request finds them
+        # also if no log-probs are requested: computes the tokens, so that the next request reuses their KV cache
+        return None, last
     return first, last if wish.tokens else None
 
 
@@ -266,13 +267,13 @@ def _prompts(inputs: SglangInputs) -> list[Prompt]:
 
 
 def _unscored(tokens: Sequence[int], at: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Why the last step of a path has no score; empty if it has one. Scores of earlier steps were asked for before, and
-    the search would take the last of them for this step's."""
+    """Why the last step of a path has no score; empty if it has one. Scores of earlier steps were requested before, and
+    the search would take the last of them for this step's score."""
     if at < 0:
-        return "" if len(tokens) + at >= 0 else f"{len(tokens)} tokens, and the position is {-at} from the end"
+        return "" if len(tokens) + at >= 0 else f"the text has only {len(tokens)} tokens, and the position is {at}"
     tags = [place for place, token in enumerate(tokens) if token == at]
     if not tags:
-        return f"no token is the tag {at}"
+        return f"the text has no tag {at}"
     rest = str(tokenizer.decode(tokens[tags[-1] + 1 :], skip_special_tokens=True)).strip()
     return f"{len(rest)} characters follow the last tag" if rest else ""
 
@@ -287,14 +288,14 @@ def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:
     size = served.intake().facts.vocab_size
     for token in tokens:
         if not 0 <= token < size:
-            raise HttpError(400, "refused", f"{field} has {token}; {served.name} has the tokens 0..{size - 1}")
+            raise HttpError(400, "refused", f"{field} has {token}; expected 0..{size - 1} for {served.name}")
 
 
 def _several_labels(served: ServedModel) -> tuple[str, ...]:
     labels = served.intake().facts.labels
     if len(labels) < 2:
         raise HttpError(
-            422, "wrong_kind", f"{served.name} has one label, whose softmax is always 1; ask /classify for the reward"
+            422, "wrong_kind", f"{served.name} has one label, whose softmax is always 1; use /classify for the reward"
         )
     return labels
 

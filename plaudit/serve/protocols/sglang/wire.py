@@ -1,21 +1,21 @@
-"""SGLang's native and `/v1` scoring routes, as version 0.5 has them.
+"""SGLang's native and `/v1` scoring routes, as of version 0.5.
 
 `POST` or `PUT /classify`, `/encode`:
 
     in    {"text": "..." or ["...", ...]} or {"input_ids": [1, 2] or [[1, 2], ...]}
-    out   {"embedding": [0.7], "meta_info": {...}}, or a list of them if a list came
+    out   {"embedding": [0.7], "meta_info": {...}}, or a list of them for a list
 
-`POST /generate`, to read and not to write (`max_new_tokens` 0 or 1):
+`POST /generate`, for log-probs of the input without generation (`max_new_tokens` 0 or 1):
 
     in    {"text" or "input_ids", "sampling_params": {"max_new_tokens": 0}, "return_logprob": true,
            "logprob_start_len": 0, "token_ids_logprob": [648, 387]}
     out   {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": [[null, 1, null], [-0.3, 12, null], ...],
            "input_token_ids_logprobs": [null, [[-0.1, 648, null], ...], ...], "output_token_ids_logprobs": [[...]]}}
 
-Entry i of the `input_` lists belongs to token `logprob_start_len + i` and was read at the token before it; the first is
-null, whatever stands before it. What was read at the last token is in `output_token_ids_logprobs[0]`.
+Entry i of the `input_` lists belongs to token `logprob_start_len + i` and is computed from the tokens before it; the
+first is null, whatever stands before it. What follows the last token is in `output_token_ids_logprobs[0]`.
 
-`/v1/classify`, `/v1/score` and `/v1/rerank` are in their functions below. Keys that are not named here are ignored.
+`/v1/classify`, `/v1/score` and `/v1/rerank` are described at their functions below. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import numpy as np
 from plaudit.serve.http.message import HttpError, Reply, convert
 
 Name = Callable[[int], str | None]
-# In SGLang a request that its schema refuses has another shape than one that is refused later.
+# SGLang's errors of request validation have another format than later errors.
 SCHEMA_ERRORS = ("invalid_json", "invalid_request")
 
 
 @dataclass(frozen=True, slots=True)
 class SglangInputs:
-    """Texts or token ids, under the `field` they came in. `single`: one came, and not a list."""
+    """Texts or token ids, and the name of their field. `single`: a single input, not a list."""
 
     field: str
     single: bool
@@ -49,22 +49,22 @@ class SglangInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked about one input. start: None asks for no log-probs of the input's own tokens."""
+class LogprobRequest:
+    """The log-probs requested for one input. start: None requests no log-probs of the input's own tokens."""
 
     logprobs: bool
     start: int | None
     tokens: tuple[int, ...]
 
 
-NO_WISH = Wish(False, None, ())
+NO_LOGPROBS = LogprobRequest(False, None, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
     inputs: SglangInputs
-    wishes: list[Wish]
-    named: bool  # the entries' third place holds the token's text
+    wishes: list[LogprobRequest]
+    named: bool  # the entries' third element is the token's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def claims_scoring(fields: Mapping[str, Any]) -> bool:
 
 
 def claims_rerank(fields: Mapping[str, Any]) -> bool:
-    """Clients of vLLM, Jina and Cohere send `return_documents` too, and are the more."""
+    """Clients of vLLM, Jina and Cohere send `return_documents` too, and are more common."""
     return "instruct" in fields
 
 
@@ -131,7 +131,7 @@ def write_error(error: HttpError, request_id: str) -> Reply:
 
 
 def write_openai_error(error: HttpError, request_id: str) -> Reply:
-    """As the routes below /v1 have it, and all where the request's schema refuses: flat."""
+    """The flat format of routes below /v1, and of every request that fails validation."""
     status = _status(error)
     if error.type in SCHEMA_ERRORS:
         kind = "Bad Request"
@@ -154,27 +154,29 @@ def read_generate(fields: Mapping[str, Any]) -> Generate:
     inputs = _inputs(request)
     count = len(inputs)
     if request.stream:
-        raise _bad("stream is true, and nothing is written here that could be streamed; leave it out")
+        raise _bad("stream is true, but nothing is generated that could be streamed; leave it out")
     if any(_each(request.top_logprobs_num, count, "top_logprobs_num")):
-        raise _bad("top_logprobs_num is not 0: the likeliest tokens are not read here; name some in token_ids_logprob")
+        raise _bad("top_logprobs_num is not supported; expected 0; list tokens in token_ids_logprob instead")
     returned = _each(request.return_logprob, count, "return_logprob")
     for params, logprobs in zip(_each(request.sampling_params or {}, count, "sampling_params"), returned, strict=True):
         _refuse_writing(params, logprobs)
     starts = _each(request.logprob_start_len, count, "logprob_start_len")
     chosen = _token_rows(request.token_ids_logprob or [], count)
     wishes = [
-        Wish(True, start if start is not None and start >= 0 else None, tuple(tokens)) if logprobs else NO_WISH
+        LogprobRequest(True, start if start is not None and start >= 0 else None, tuple(tokens))
+        if logprobs
+        else NO_LOGPROBS
         for logprobs, start, tokens in zip(returned, starts, chosen, strict=True)
     ]
     return Generate(inputs, wishes, request.return_text_in_logprobs)
 
 
 def write_generate(
-    tokens: Sequence[int], wish: Wish, read: np.ndarray | None, last: np.ndarray | None, name: Name,
+    tokens: Sequence[int], wish: LogprobRequest, read: np.ndarray | None, last: np.ndarray | None, name: Name,
     meta: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """read: of the positions from `start` to the one before the last, the log-prob of the token that follows, then
-    those of the wish's tokens. last: those of the wish's tokens at the last position."""
+    """read: log-probs of the next token, followed by those of the requested tokens, for the positions from `start` to
+    the one before the last. last: those of the requested tokens at the last position."""
     if wish.logprobs:
         scored = [] if wish.start is None else list(tokens[wish.start :])
         values = [None] if scored else []
@@ -231,7 +233,7 @@ def read_scoring(fields: Mapping[str, Any]) -> Scoring:
     request = convert(fields, _Scoring, 400)
     items = [request.items] if isinstance(request.items, str) else request.items
     if not items:
-        raise _bad("items is empty; give at least one")
+        raise _bad("items is empty; expected at least one")
     labels = None if request.label_token_ids is None else tuple(request.label_token_ids)
     if labels == ():
         raise _bad("label_token_ids is empty; give the ids of the tokens to compare")
@@ -257,9 +259,9 @@ def read_rerank(fields: Mapping[str, Any]) -> SglangRerank:
     """in    {"query": "...", "documents": ["...", ...], "top_n": 3, "return_documents": true}"""
     request = convert(fields, SglangRerank, 400)
     if request.instruct is not None:
-        raise _bad("instruct is given, and a reward model takes no instruction; write it into query")
+        raise _bad("instruct is not supported by a reward model; add the instruction to query")
     if not request.documents:
-        raise _bad("documents is empty; give at least one")
+        raise _bad("documents is empty; expected at least one")
     if request.top_n is not None and request.top_n < 1:
         raise _bad(f"top_n is {request.top_n}; expected 1 or more")
     return request
@@ -294,23 +296,23 @@ def _inputs(request: _Inputs) -> SglangInputs:
     if request.text is not None:
         texts = [request.text] if isinstance(request.text, str) else request.text
         if not texts:
-            raise _bad("text is an empty list; give at least one text")
+            raise _bad("text is an empty list; expected at least one text")
         return SglangInputs("text", isinstance(request.text, str), texts, [])
     ids = request.input_ids or []
     rows = [row for row in ids if isinstance(row, list)]
     if rows and len(rows) < len(ids):
         raise _bad("input_ids mixes token ids and lists of them; give one list, or a list of lists")
     if not ids:
-        raise _bad("input_ids is empty; give at least one token")
+        raise _bad("input_ids is empty; expected at least one token")
     return SglangInputs("input_ids", not rows, [], rows or [ids])  # type: ignore[list-item]
 
 
 def _each(value: Any, count: int, field: str) -> list[Any]:
-    """An option for every input: one for all of them, or a list with one for each."""
+    """The option's value for every input: one value for all, or a list with one for each."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise _bad(f"{field} has {len(value)} entries for {count} inputs; give one for all, or one each")
+        raise _bad(f"{field} has {len(value)} entries for {count} inputs; expected one for all, or one each")
     return value
 
 
@@ -326,11 +328,9 @@ def _token_rows(ids: list[int | list[int]], count: int) -> list[list[int]]:
 
 def _refuse_writing(params: Mapping[str, Any], logprobs: bool) -> None:
     most = params.get("max_new_tokens", "missing")
-    # SGLang would write one token more for 1. Who asks for log-probs with it does not want the token.
+    # For 1 SGLang would generate one token. A client that requests log-probs with 1 does not need the token.
     if type(most) is not int or not 0 <= most <= int(bool(logprobs)):
-        raise _bad(
-            f"sampling_params.max_new_tokens is {str(most)[:20]}; this server reads and does not write: set it to 0"
-        )
+        raise _bad(f"sampling_params.max_new_tokens is {str(most)[:20]}; this route generates no text: set it to 0")
 
 
 def _usage(tokens: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Infinity's /classify, /rerank and /models. Its texts are cut without a word where they are too long; here that is an
+"""Infinity's /classify, /rerank and /models. Infinity silently truncates texts that are too long; here that is an
 error, as everywhere."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Named(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str | None:
-        """Its clients send "default/not-specified" where they name none."""
+        """The model's name. Infinity's clients send "default/not-specified" for no name."""
         return None if self.model == "default/not-specified" else self.model
 
 
@@ -63,7 +63,7 @@ def reranked(id: str, model: str, request: InfinityRerank, values: Sequence[floa
 
 
 def models(statuses: Sequence[WorkerStatus], created: int) -> dict[str, Any]:
-    """From what the server says of its models."""
+    """The list of models, from their statuses."""
     data = [
         {
             "id": status.name, "object": "model", "owned_by": "infinity", "created": created, "backend": "plaudit",

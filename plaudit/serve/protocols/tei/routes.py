@@ -1,4 +1,4 @@
-"""Text Embeddings Inference, huggingface_hub's text classification, and Infinity: clients of classifiers."""
+"""Text Embeddings Inference, huggingface_hub's text classification, and Infinity: APIs for classifiers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class TeiRoutes(ProtocolRoutes):
-    """It serves one model, as the original does: `reward_model`."""
+    """Serves a single model, as the original does: `reward_model`."""
 
     name = "tei"
     errors = staticmethod(tei.write_error)
@@ -115,7 +115,7 @@ class InfinityRoutes(ProtocolRoutes):
     async def classify(self, request: Request) -> Reply:
         parsed = tei.decoded(request.fields(), infinity.Classify)
         if not parsed.input:
-            raise HttpError(422, "empty", "input has no texts; give at least one")
+            raise HttpError(422, "empty", "input has no texts; expected at least one")
         served = self.classifier.find(parsed.name, "outcome")
         prompts = [Text(text) for text in parsed.input]
         rows, tokens = await _logits(self.classifier, request, served, prompts, right(served), "input")
@@ -127,7 +127,7 @@ class InfinityRoutes(ProtocolRoutes):
     async def rerank(self, request: Request) -> Reply:
         parsed = tei.decoded(request.fields(), infinity.InfinityRerank)
         if not parsed.documents:
-            raise HttpError(422, "empty", "documents has no texts; give at least one")
+            raise HttpError(422, "empty", "documents has no texts; expected at least one")
         served = self.classifier.find(parsed.name, "outcome")
         prompts = [Text(parsed.query, document) for document in parsed.documents]
         values, tokens = await _scores(
@@ -144,8 +144,8 @@ class InfinityRoutes(ProtocolRoutes):
 
 
 def cuts(served: ServedModel) -> bool:
-    """Whether too long texts are cut without a word, as these servers do: a reranker's best sentences may come early,
-    but a reward model without the end of a response would score another response."""
+    """Whether too long texts are truncated silently, as these servers do: acceptable for a reranker, but a reward model
+    would score another response without its end."""
     return served.intake().facts.encoder
 
 
@@ -156,7 +156,7 @@ def right(served: ServedModel) -> Side:
 async def _logits(
     classifier: Classifier, request: Request, served: ServedModel, prompts: Sequence[Prompt], side: Side, what: str
 ) -> tuple[list[np.ndarray], int]:
-    """The rows, and of how many tokens. Without a side nothing is cut."""
+    """The logits and the number of tokens. Without a side nothing is truncated."""
     intake = served.intake()
     cut = Cut() if side is None else Cut(intake.limit, side)
     tokens = sound(await classifier.tokens(served, prompts, cut), what)
@@ -169,9 +169,7 @@ async def _scores(
 ) -> tuple[list[float], int]:  # fmt: skip
     labels = served.intake().facts.labels
     if len(labels) != 1:
-        raise HttpError(
-            422, "wrong_kind", f"{served.name} has {len(labels)} labels, and a reranker has one; use /predict"
-        )
+        raise HttpError(422, "wrong_kind", f"{served.name} has {len(labels)} labels; reranking needs one; use /predict")
     rows, tokens = await _logits(classifier, request, served, prompts, side, what)
     values = rows if raw else [activate(row) for row in rows]
     return [float(row[0]) for row in values], tokens

@@ -1,4 +1,4 @@
-"""Text Embeddings Inference (/predict, /rerank, /info), and the text classification that huggingface_hub asks for.
+"""Text Embeddings Inference (/predict, /rerank, /info), and huggingface_hub's text classification.
 
 In /predict a list of two texts is a pair; several texts are a list of lists.
 """
@@ -16,7 +16,7 @@ from plaudit.serve.http.message import HttpError, Reply
 
 T = TypeVar("T", bound=msgspec.Struct)
 FORMS = "a text, a pair of texts, or a list of [text] and [text, text]"
-# (status, error_type) by our type, then by our status
+# (status, error_type), by our error type, then by our status
 BY_TYPE = {
     "overloaded": (429, "Overloaded"), "too_long": (413, "Validation"), "too_many_items": (413, "Validation"),
     "too_many_tokens": (413, "Validation"), "empty": (400, "Empty"), "bad_text": (422, "Tokenizer"),
@@ -36,7 +36,7 @@ class _Scored(msgspec.Struct, kw_only=True):
     raw_scores: bool = False
 
     def side(self, default: bool) -> Literal["left", "right"] | None:
-        """Where it is cut, if that was asked for, or with `default` not forbidden."""
+        """The side to truncate, if truncation was requested, or by `default` and not disabled."""
         if not (default if self.truncate is None else self.truncate):
             return None
         return "left" if self.truncation_direction.lower() == "left" else "right"
@@ -46,7 +46,7 @@ class Predict(_Scored):
     inputs: Any
 
     def texts(self) -> tuple[list[tuple[str, str | None]], bool]:
-        """Texts and pairs, and whether the reply is one list and not a list of lists."""
+        """Texts and pairs, and whether the reply is one list instead of a list of lists."""
         inputs = self.inputs
         if isinstance(inputs, str):
             return [(inputs, None)], True
@@ -89,7 +89,7 @@ def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
 
 
 def predictions(values: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Every label with its score, the best first."""
+    """Every label with its score, best first."""
     entries = [{"score": float(value), "label": label} for value, label in zip(values, labels, strict=True)]
     return sorted(entries, key=lambda entry: -float(entry["score"]))
 

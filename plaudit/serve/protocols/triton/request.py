@@ -1,4 +1,4 @@
-"""Triton's HTTP protocol from the caller's side: tensors to a binary request, and a binary reply to tensors."""
+"""The client side of Triton's HTTP protocol: tensors to a binary request, and a binary reply to tensors."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def read_reply(content: bytes, header: str | None) -> TritonReply:
             tensors[output.name] = data.reshape(output.shape)
             at += count
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise BadReply(f"not a reply of Triton's protocol: {one_line(error, 200)}") from None
+        raise BadReply(f"the reply does not follow Triton's protocol: {one_line(error, 200)}") from None
     return TritonReply(tensors, reply.parameters)

@@ -1,4 +1,4 @@
-"""Triton clients: NeMo-Aligner's reward models and their names under /v2."""
+"""Routes for Triton clients under /v2, with the tensors of NeMo-Aligner's reward models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from plaudit.serve.protocols.triton import wire as triton
 from plaudit.serve.scoring import SCORED, ScoringService
 
 WORTH_PACKING = 1024  # bytes
-MOST_NAMED = 20  # models in an error
+MAX_NAMED = 20  # models listed in an error
 METADATA = "Triton: inputs and outputs of the model in the path"
 CONFIG = "Triton: configuration of the model in the path"
 STATS = "Triton: counts and times of the model in the path"
-READY = "Triton: 200 if the model in the path computes"
+READY = "Triton: 200 if the model in the path is ready"
 INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in the path"
 
 
@@ -45,7 +45,7 @@ class TritonRoutes(ProtocolRoutes):
         routes = [
             self.route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
             self.route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", "open"),
-            self.route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", "open"),
+            self.route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model is ready", "open"),
             self.route("POST", "/v2/repository/index", self.index, "Triton: list the models and their state"),
             self.route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
         ]
@@ -60,8 +60,8 @@ class TritonRoutes(ProtocolRoutes):
                 ]
         return routes
 
-    def strangers(self) -> list[tuple[str, Route]]:
-        """What the paths of models that are not served lead to. With a key, for the answer names those that are."""
+    def catch_alls(self) -> list[tuple[str, Route]]:
+        """The catch-all for paths of unknown models. It needs a key, because the error lists the served models."""
         return [("/v2/models/", self.route("", "/v2/models/", self.unknown, ""))]
 
     async def server(self, request: Request) -> Reply:
@@ -69,11 +69,11 @@ class TritonRoutes(ProtocolRoutes):
 
     async def unknown(self, request: Request) -> Reply:
         name, _, rest = request.path.removeprefix("/v2/models/").partition("/")
-        served = ", ".join(self.names[:MOST_NAMED]) or "none"
+        served = ", ".join(self.names[:MAX_NAMED]) or "none"
         if rest.rpartition("/")[2] == "ready":
             raise HttpError(400, "unknown_model", f"Model version not ready: {request.path[:200]!r}; served: {served}")
         if name in self.names:
-            raise HttpError(404, "not_found", f"no {rest[:100]!r} of model {name!r}; its only version is 1, see /docs")
+            raise HttpError(404, "not_found", f"no {rest[:100]!r} of model {name!r}; its only version is 1; see /docs")
         raise HttpError(
             404, "unknown_model", f"Request for unknown model: {name[:100]!r} is not found; served: {served}"
         )
@@ -124,7 +124,8 @@ class TritonRoutes(ProtocolRoutes):
     async def _sentences(
         self, served: ServedModel, rows: triton.Rows, *, cut: bool
     ) -> tuple[list[list[int]], np.ndarray]:
-        """Without begin and end token, as the original reads them; cut on the right if the caller sees `exceeded`."""
+        """Tokenises without BOS and EOS, as the original does; truncates on the right if the caller reads
+        `exceeded`."""
         intake = served.intake()
         end = rows.add_end and intake.tokenizer.eos_token_id is not None
         tokens: list[list[int]] = []
@@ -149,11 +150,11 @@ def _labels(result: Result) -> list[float]:
 
 
 def _matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """As FP32, which holds less than a score may be: what does not fit is no infinity, but an error."""
+    """Converts to FP32. A score outside its range is an error, not infinity."""
     with np.errstate(over="ignore"):
         matrix = np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 1)
     for row, column in np.argwhere(~np.isfinite(matrix)):
-        raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {rows[row][column]:g} does not fit FP32")
+        raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {rows[row][column]:g} does not fit into FP32")
     return matrix
 
 

@@ -1,10 +1,10 @@
 """Triton's HTTP protocol (KServe v2 with the binary tensor extension), as tritonclient and NeMo-Aligner use it.
 
-A body is JSON, and behind it, if the header Inference-Header-Content-Length says how long the JSON is, the raw bytes of
-the tensors that have `binary_data_size`, in order. A tensor's shape is checked against the rows that are allowed and
-the bytes that came before anything is made of it.
+A body is JSON, followed, if the header Inference-Header-Content-Length gives the size of the JSON, by the raw bytes of
+the tensors with `binary_data_size`, in order. A tensor's shape is checked against the allowed number of rows and the
+size of the body before any memory is allocated for it.
 
-NeMo-Aligner's reward models take `sentences` [B, 1], or `tokens` [B, T] with `sequence_lengths` [B, 1], and give
+NeMo-Aligner's reward models take `sentences` [B, 1], or `tokens` [B, T] with `sequence_lengths` [B, 1], and return
 `rewards` [B, 1]; its older clients also send `add_EOS` and read `exceeded`.
 """
 
@@ -27,14 +27,14 @@ NUMBERS = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1", "UINT16": "<u2",
     "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
-KINDS = {"f4": "FP32", "f8": "FP64", "i4": "INT32", "i8": "INT64"}  # of what is sent back, by numpy's names
-# Ways to send and receive tensors that this server has not: to leave them out of account would answer another question.
+KINDS = {"f4": "FP32", "f8": "FP64", "i4": "INT32", "i8": "INT64"}  # datatypes of outputs, by numpy's names
+# Unsupported ways to send and receive tensors: ignoring them would return wrong results, so they are rejected.
 REFUSED_PARAMETERS = ("classification", "shared_memory_region")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor of a model. `dims` are without the rows where the model is batched."""
+    """A tensor of a model. `dims` exclude the batch dimension if the model is batched."""
 
     name: str
     datatype: str
@@ -43,7 +43,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model takes and gives. batched: its tensors have a first dimension of rows, which are independent."""
+    """Inputs and outputs of a model. batched: its tensors have a first dimension of independent rows."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -86,7 +86,7 @@ _INFER = msgspec.json.Decoder(_Infer)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`values` are flat, row after row: an array, or for BYTES a list."""
+    """`values` are flat in row-major order: an array, or for BYTES a list."""
 
     shape: tuple[int, ...]
     values: Any
@@ -94,8 +94,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """outputs     name -> whether it goes back as raw bytes
-    parameters  of the request as a whole
+    """outputs     name -> whether it is returned as raw bytes
+    parameters  of the whole request
     """
 
     id: str
@@ -106,7 +106,7 @@ class Infer:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is to be scored: token lists, or sentences that are still to be tokenised."""
+    """The rows to score: token lists, or sentences that still need tokenising."""
 
     tokens: list[list[int]] | None
     sentences: list[str] | None
@@ -116,7 +116,7 @@ class Rows:
 def write_error(error: HttpError, request_id: str) -> Reply:
     status = {413: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
     reply = error.shaped({"error": str(error)}, request_id, status)
-    reply.headers.append((b"x-error-type", error.type.encode()))  # which the status does not tell
+    reply.headers.append((b"x-error-type", error.type.encode()))  # which the status does not show
     return reply
 
 
@@ -134,7 +134,7 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signatu
         if entry.name not in names:
             raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(names)}")
         if entry.name in tensors:
-            raise _bad(f"input {entry.name!r} is there twice")
+            raise _bad(f"input {entry.name!r} is given twice")
         _check_parameters(f"input {entry.name!r}", entry.parameters)
         count = _count(entry, len(body), most_rows)
         binary = entry.parameters.get("binary_data_size")
@@ -142,23 +142,25 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signatu
             tensors[entry.name] = Tensor(tuple(entry.shape), _from_json(entry, count))
             continue
         if type(binary) is not int or not 0 <= binary <= len(rest):
-            raise _bad(f"input {entry.name!r}: binary_data_size {str(binary)[:20]}, and {len(rest)} bytes are left")
+            raise _bad(f"input {entry.name!r}: binary_data_size is {str(binary)[:20]}, but {len(rest)} bytes are left")
         tensors[entry.name] = Tensor(tuple(entry.shape), _from_bytes(entry, count, bytes(rest[:binary])))
         rest = rest[binary:]
     if len(rest):
-        raise _bad(f"{len(rest)} bytes follow the tensors")
+        raise _bad(f"{len(rest)} unexpected bytes follow the tensors")
     return Infer(request.id, tensors, _wanted(request, signature), request.parameters)
 
 
 def json_size(header: bytes | None, body: int) -> int:
-    """Of a body of so many bytes, how many are JSON."""
+    """The size of the JSON part of a body of this size."""
     if header is None:
         return body
-    # Digits are counted first: Python refuses to read numbers of thousands of them.
+    # The number of digits is checked first: Python refuses to parse numbers with thousands of digits.
     if not header.isdigit() or len(header) > 12 or int(header) > body:
-        raise _bad(f"Inference-Header-Content-Length {header[:20].decode('latin-1')!r} does not fit {body} bytes")
+        raise _bad(
+            f"Inference-Header-Content-Length {header[:20].decode('latin-1')!r} does not fit a body of {body} bytes"
+        )
     if int(header) == 0:
-        raise _bad("a raw request without a JSON header is not supported: the models here have several inputs")
+        raise _bad("a raw request without a JSON header is not supported, because the model has several inputs")
     return int(header)
 
 
@@ -177,22 +179,22 @@ def _wanted(request: _Infer, signature: Signature) -> dict[str, bool]:
 def _check_parameters(what: str, parameters: Mapping[str, Any]) -> None:
     for name in REFUSED_PARAMETERS:
         if name in parameters:
-            raise _bad(f"{what}: {name} is not supported; send and take tensors in the body")
+            raise _bad(f"{what}: {name} is not supported; send and receive tensors in the body")
 
 
 def _count(entry: _Input, body: int, most_rows: int) -> int:
-    """The number of elements, once it is known to be one that the body can hold."""
+    """The number of elements; raises an error if the body cannot have that many."""
     what = f"input {entry.name!r}: shape {str(entry.shape)[:80]}"
     if entry.datatype != "BYTES" and entry.datatype not in NUMBERS:
         raise _bad(f"input {entry.name!r}: datatype {entry.datatype[:20]!r} is not supported")
     if not 1 <= len(entry.shape) <= 2 or any(n < 0 for n in entry.shape):
         raise _bad(f"{what}; expected [rows] or [rows, columns], none below 0")
     if entry.shape[0] > most_rows:
-        raise _bad(f"{what} has more than {most_rows} rows, the max_batch_size; split it")
+        raise _bad(f"{what} has more than {most_rows} rows (max_batch_size); split it")
     count = math.prod(entry.shape)
-    # An element takes at least a byte. A dimension of 0 makes any other look harmless, so they are looked at too.
+    # An element has at least one byte. With a dimension of 0 the product hides the others, so each is checked.
     if max(count, *entry.shape) > body:
-        raise _bad(f"{what} is larger than the body, which has {body} bytes")
+        raise _bad(f"{what} is larger than the body of {body} bytes")
     if entry.datatype == "BYTES" and count > most_rows:
         raise _bad(f"{what} of BYTES; expected [rows, 1]")
     return count
@@ -215,13 +217,17 @@ def _strings(entry: _Input, count: int, data: bytes) -> list[bytes]:
     at = 0
     while at < len(data):
         if len(strings) == count:
-            raise _bad(f"input {entry.name!r}: {len(data) - at} bytes follow the {count} elements of {entry.shape}")
+            raise _bad(
+                f"input {entry.name!r}: {len(data) - at} bytes follow the {count} elements of shape {entry.shape}"
+            )
         if at + 4 > len(data):
-            raise _bad(f"input {entry.name!r}: the length of element {len(strings)} is cut off")
+            raise _bad(f"input {entry.name!r}: the length of element {len(strings)} is truncated")
         (length,) = struct.unpack_from("<I", data, at)
         at += 4
         if length > len(data) - at:
-            raise _bad(f"input {entry.name!r}: element {len(strings)} has {length} bytes, {len(data) - at} are left")
+            raise _bad(
+                f"input {entry.name!r}: element {len(strings)} has {length} bytes, but {len(data) - at} are left"
+            )
         strings.append(data[at : at + length])
         at += length
     if len(strings) != count:
@@ -231,11 +237,11 @@ def _strings(entry: _Input, count: int, data: bytes) -> list[bytes]:
 
 def _from_json(entry: _Input, count: int) -> np.ndarray | list[bytes]:
     if not isinstance(entry.data, list):
-        raise _bad(f"input {entry.name!r}: it has neither data nor binary_data_size")
+        raise _bad(f"input {entry.name!r}: expected data or binary_data_size")
     flat = entry.data
     if flat and all(isinstance(row, list) for row in flat):
         if len(entry.shape) != 2 or any(len(row) != entry.shape[1] for row in flat):
-            raise _bad(f"input {entry.name!r}: the rows of its data are not of shape {entry.shape}")
+            raise _bad(f"input {entry.name!r}: the rows of its data do not have shape {entry.shape}")
         flat = list(chain.from_iterable(flat))
     if len(flat) != count:
         raise _bad(f"input {entry.name!r}: {len(flat)} elements for shape {entry.shape}")
@@ -251,7 +257,7 @@ def _from_json(entry: _Input, count: int) -> np.ndarray | list[bytes]:
 
 
 def reward_rows(infer: Infer) -> Rows:
-    """The rows of a NeMo-Aligner request. Sentences win over tokens, as they do there."""
+    """The rows of a NeMo-Aligner request. Sentences take precedence over tokens, as in the original."""
     add_end = "add_EOS" in infer.tensors and _first_flag(infer.tensors["add_EOS"])
     if "sentences" in infer.tensors:
         return Rows(None, _sentences(infer.tensors["sentences"]), add_end)
@@ -262,7 +268,7 @@ def reward_rows(infer: Infer) -> Rows:
 
 
 def _first_flag(flags: Tensor) -> bool:
-    """The original looks at the first row alone."""
+    """The first row's flag, as in the original."""
     if not isinstance(flags.values, np.ndarray) or flags.values.dtype.kind != "b":
         raise _bad("add_EOS must be BOOL")
     return len(flags.values) > 0 and bool(flags.values[0])
@@ -270,7 +276,7 @@ def _first_flag(flags: Tensor) -> bool:
 
 def _sentences(sentences: Tensor) -> list[str]:
     if not isinstance(sentences.values, list) or sentences.shape[1:] not in ((), (1,)):
-        raise _bad(f"sentences must be BYTES of shape [B, 1], and have shape {list(sentences.shape)}")
+        raise _bad(f"sentences must be BYTES of shape [B, 1], but have shape {list(sentences.shape)}")
     texts = []
     for row, value in enumerate(sentences.values):
         try:
@@ -281,18 +287,18 @@ def _sentences(sentences: Tensor) -> list[str]:
 
 
 def _token_rows(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Each row without its padding, of which no Python list is ever made."""
+    """Each row without its padding, which is never converted to a Python list."""
     if not isinstance(tokens.values, np.ndarray) or tokens.values.dtype.kind not in "iu" or len(tokens.shape) != 2:
-        raise _bad(f"tokens must be integers of shape [B, T], and have shape {list(tokens.shape)}")
+        raise _bad(f"tokens must be integers of shape [B, T], but have shape {list(tokens.shape)}")
     count, columns = tokens.shape
     if not isinstance(lengths.values, np.ndarray) or lengths.values.dtype.kind not in "iu":
         raise _bad("sequence_lengths must be integers")
     if lengths.shape not in ((count,), (count, 1)):
-        raise _bad(f"sequence_lengths must have shape [{count}, 1], and have {list(lengths.shape)}")
+        raise _bad(f"sequence_lengths must have shape [{count}, 1], but have shape {list(lengths.shape)}")
     rows = []
     for row, length in enumerate(lengths.values.tolist()):
         if not 1 <= length <= columns:
-            raise _bad(f"sequence_lengths[{row}] is {length}; tokens has {columns} columns")
+            raise _bad(f"sequence_lengths[{row}] is {length}; expected at most {columns}, the columns of tokens")
         rows.append(tokens.values[row * columns : row * columns + length].tolist())
     return rows
 
@@ -300,7 +306,7 @@ def _token_rows(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
 def write_infer(
     infer: Infer, model: str, outputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any] | None = None
 ) -> tuple[bytes, int | None]:
-    """The body, and how much of it is JSON if not all of it is."""
+    """The body, and the size of its JSON part if it has binary tensors."""
     entries: list[dict[str, Any]] = []
     tail: list[bytes] = []
     for name, binary in infer.outputs.items():
@@ -363,7 +369,7 @@ def server_metadata(version: str) -> dict[str, Any]:
 
 
 def index(models: Sequence[tuple[str, bool, str]]) -> list[dict[str, str]]:
-    """(name, ready, why not) of each."""
+    """The models, given (name, ready, reason) of each."""
     return [
         {"name": name, "version": "1", "state": "READY" if ready else "UNAVAILABLE", "reason": reason}
         for name, ready, reason in models
@@ -371,7 +377,7 @@ def index(models: Sequence[tuple[str, bool, str]]) -> list[dict[str, str]]:
 
 
 def statistics(counts: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
-    """Name -> (items answered, items failed, steps of the model)."""
+    """Statistics, given name -> (items answered, items failed, steps of the model)."""
     zero = {"count": 0, "ns": 0}
     return {
         "model_stats": [

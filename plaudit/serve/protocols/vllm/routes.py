@@ -1,6 +1,6 @@
-"""vLLM's pooling server: /classify, /pooling, /score, /rerank, /tokenize; and /v1/embeddings as OpenAI's clients ask.
+"""vLLM's pooling server: /classify, /pooling, /score, /rerank, /tokenize; and OpenAI's /v1/embeddings.
 
-What cannot be scored fails its request, as it does there: these replies have no place for an error of one input.
+An input that cannot be scored fails its request, as in vLLM: these replies have no error for a single input.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class VllmRoutes(ProtocolRoutes):
             *(self.work(path, self.rerank, ranks) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             self.work("/tokenize", self.tokenize, "vLLM: text or messages to token ids"),
             self.work("/detokenize", self.detokenize, "vLLM: token ids to text"),
-            self.work("/invocations", self.invocations, "SageMaker: one of the above, by the body"),
-            self.route("GET", "/ping", self.ping, "SageMaker: 200 if every model computes", "open"),
-            self.route("GET", "/load", self.load, "vLLM: how many requests are open"),
+            self.work("/invocations", self.invocations, "SageMaker: one of the above, selected by the body"),
+            self.route("GET", "/ping", self.ping, "SageMaker: 200 if every model is ready", "open"),
+            self.route("GET", "/load", self.load, "vLLM: the number of open requests"),
             Route("GET", "/version", "open", self.version, "vllm", summary="vLLM: the release of this server"),
         ]
 
@@ -90,7 +90,7 @@ class VllmRoutes(ProtocolRoutes):
         return Reply.json(vllm.pooled(_id(request, parsed), served.name, data, sum(map(len, tokens))))
 
     async def embeddings(self, request: Request) -> Reply:
-        """Raw unless asked otherwise: an activation would bend rewards into 0..1 for clients that cannot say no."""
+        """Raw values by default: an activation would squash rewards to 0..1 for clients that cannot disable it."""
         parsed = vllm.read_inputs(_fields(request))
         encoder = self._encoder(parsed.model)
         if encoder is not None:
@@ -98,7 +98,7 @@ class VllmRoutes(ProtocolRoutes):
         served = self.classifier.find(parsed.model, "outcome")
         size = len(served.intake().facts.labels)
         if parsed.dimensions not in (None, size):
-            raise vllm.FieldError(f"dimensions is {parsed.dimensions}, and {served.name} has {size}", "dimensions")
+            raise vllm.FieldError(f"dimensions is {parsed.dimensions}; expected {size} for {served.name}", "dimensions")
         tokens = await self._tokens(served, _prompts(parsed), parsed)
         rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority)
         if parsed.activate:
@@ -107,7 +107,7 @@ class VllmRoutes(ProtocolRoutes):
         return Reply.json(vllm.embeddings(_id(request, parsed), served.name, data, sum(map(len, tokens))))
 
     def _encoder(self, name: str | None) -> ServedModel | None:
-        """A sentence encoder of this name; without a name the first one, if there is one."""
+        """The sentence encoder of this name; without a name the first one, if any."""
         alias = name or EMBEDDING_MODEL
         served = self.scoring.models.served.get(self.scoring.aliases.get(alias, alias))
         return served if isinstance(served, ServedModel) and served.kind == "embedding" else None
@@ -122,7 +122,7 @@ class VllmRoutes(ProtocolRoutes):
                 assert isinstance(answer, ItemError)
                 raise HttpError(500, answer.type, f"input[{place}]: {answer.message}")
             if parsed.dimensions not in (None, answer.size):
-                problem = f"dimensions is {parsed.dimensions}, and {served.name} has {answer.size}"
+                problem = f"dimensions is {parsed.dimensions}; expected {answer.size} for {served.name}"
                 raise vllm.FieldError(problem, "dimensions")
             data.append(parsed.encode(answer[0]))
         return Reply.json(vllm.embeddings(_id(request, parsed), served.name, data, sum(map(len, tokens))))
@@ -143,14 +143,14 @@ class VllmRoutes(ProtocolRoutes):
         served = self.classifier.find(parsed.model)
         intake = served.intake()
         chat = None if parsed.messages is None else Chat(parsed.messages, parsed.add_generation_prompt)
-        tokens = await self.classifier.spelled(served, chat or Text(parsed.prompt or "", special=parsed.special))
+        tokens = await self.classifier.full_tokens(served, chat or Text(parsed.prompt or "", special=parsed.special))
         strings = intake.tokenizer.convert_ids_to_tokens(tokens) if parsed.return_token_strs else None
         return Reply.json(vllm.tokenized(tokens, strings, intake.limit))
 
     async def detokenize(self, request: Request) -> Reply:
         parsed = vllm.decoded(_fields(request), vllm.Detokenize)
         tokenizer = self.classifier.find(parsed.model).intake().tokenizer
-        # As vLLM: what is no token is no text.
+        # As in vLLM: an invalid token decodes to no text.
         in_vocabulary = [token for token in parsed.tokens if token < len(tokenizer)]
         return Reply.json({"prompt": tokenizer.decode(in_vocabulary)})
 
@@ -162,7 +162,9 @@ class VllmRoutes(ProtocolRoutes):
         intake = served.intake()
         if len(intake.facts.labels) != 1:
             raise HttpError(
-                400, "wrong_kind", f"{served.name} has {len(intake.facts.labels)} labels, a score needs one: /classify"
+                400,
+                "wrong_kind",
+                f"{served.name} has {len(intake.facts.labels)} labels; scoring needs one; use /classify",
             )
         for name, most in (("query", parsed.max_tokens_per_query), ("doc", parsed.max_tokens_per_doc)):
             if most >= intake.limit:
@@ -182,16 +184,16 @@ class VllmRoutes(ProtocolRoutes):
         limit, most = served.intake().limit, parsed.truncate_prompt_tokens
         if most is not None and most > limit:
             raise vllm.FieldError(
-                f"truncate_prompt_tokens is {most}, and {served.name} takes {limit} tokens; cut more", None
+                f"truncate_prompt_tokens is {most}; expected at most {limit} tokens for {served.name}", None
             )
         side = parsed.truncation_side
-        # Without a side it is cut as transformers does, which keeps what the tokenizer adds.
+        # Without a side it is truncated as in transformers, which keeps special tokens.
         cut = Cut(limit if most == -1 else most, side or "right", added=side is None)
         tokens = []
         for place, row in enumerate(await self.classifier.tokens(served, prompts, cut)):
             if isinstance(row, ItemError):
                 param = "input_tokens" if row.type == "too_long" else None
-                # Clients look for these words to shorten a prompt and send it again.
+                # Clients match this message to shorten a prompt and retry.
                 cure = ". Please reduce the length of the input prompt" if row.type == "too_long" else ""
                 raise vllm.FieldError(f"input {place}: {row.message}{cure}", param, row.type)
             tokens.append(row)
@@ -211,5 +213,5 @@ def _prompts(parsed: vllm.VllmInputs) -> Sequence[Prompt]:
 
 
 def _id(request: Request, parsed: vllm.VllmRequest) -> str:
-    """A request's own name, from its header or its body, or one of ours."""
+    """The request's id from its header or body, or a generated one."""
     return request.id if b"x-request-id" in request.headers or parsed.request_id is None else parsed.request_id

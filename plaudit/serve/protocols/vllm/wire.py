@@ -1,7 +1,7 @@
-"""vLLM's pooling API (0.32) and the OpenAI embeddings shape that SGLang's reward models answer in.
+"""vLLM's pooling API (0.32), and the OpenAI embeddings format in which SGLang's reward models answer.
 
-Fields that vLLM does not know it ignores, and so does this. Fields it knows and that cannot be honoured here are
-refused, each by its name.
+Fields unknown to vLLM are ignored, as vLLM does. Fields that vLLM knows but that are not supported here are rejected by
+name.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TASKS = ("classify", "token_classify")
 ERROR_NAMES = {
     400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError",
 }  # fmt: skip
-# In vLLM a request that its schema refuses has another type than one that is refused later.
+# vLLM's errors of request validation have another type than later errors.
 SCHEMA_ERRORS = ("invalid_json", "invalid_request", "bad_encoding")
-PATH_ERRORS = ("not_found", "method_not_allowed")  # which its framework answers
+PATH_ERRORS = ("not_found", "method_not_allowed")  # answered by vLLM's web framework
 NUMBERS = {"float32": "f4", "float16": "f2"}
 ORDERS = {"native": "=", "little": "<", "big": ">"}
 MOST_PRIORITY = 10
 
 
 class FieldError(HttpError):
-    """An error that says which field is to blame."""
+    """An error that names the invalid field."""
 
     def __init__(self, message: str, param: str | None, type: str = "refused") -> None:
         super().__init__(400, type, message)
@@ -52,7 +52,7 @@ def write_error(error: HttpError, request_id: str) -> Reply:
 
 
 class VllmRequest(msgspec.Struct, kw_only=True):
-    """What every request may have."""
+    """Fields common to all requests."""
 
     model: str | None = None
     user: str | None = None
@@ -69,17 +69,17 @@ class VllmRequest(msgspec.Struct, kw_only=True):
 
     @property
     def activate(self) -> bool | None:
-        """None: as the route has it."""
+        """None: the route's default."""
         return self.activation if self.use_activation is None else self.use_activation
 
     @property
     def queue_priority(self) -> int:
-        """In vLLM the lower number goes first, here the higher."""
+        """vLLM serves lower numbers first, our queue higher ones."""
         return max(-MOST_PRIORITY, min(MOST_PRIORITY, -self.priority))
 
 
 class _Chat(VllmRequest, kw_only=True):
-    """messages  once read: a conversation, or None"""
+    """messages  after parsing: a conversation, or None"""
 
     messages: Any = msgspec.UNSET
     add_special_tokens: bool | None = None
@@ -93,7 +93,7 @@ class _Chat(VllmRequest, kw_only=True):
 
 
 class VllmInputs(_Chat, kw_only=True):
-    """input  once read: texts and token lists; none where there are messages"""
+    """input  after parsing: texts and token lists; empty if there are messages"""
 
     input: Any = msgspec.UNSET
     data: Any = msgspec.UNSET
@@ -112,7 +112,7 @@ class VllmInputs(_Chat, kw_only=True):
             raise FieldError(f"embed_dtype {self.embed_dtype!r} is not supported; use float32 or float16", None)
 
     def encode(self, values: np.ndarray) -> Any:
-        """An array as the caller wants it."""
+        """An array in the requested encoding."""
         if self.encoding_format == "float":
             return values.tolist()
         number = ORDERS[self.endianness] + NUMBERS[self.embed_dtype]
@@ -120,7 +120,7 @@ class VllmInputs(_Chat, kw_only=True):
 
 
 class Pairs(VllmRequest, kw_only=True):
-    """queries, documents  once read: texts, one query for each document"""
+    """queries, documents  after parsing: texts, one query for each document"""
 
     query: Any = msgspec.UNSET
     queries: Any = msgspec.UNSET
@@ -172,7 +172,7 @@ def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
     request = decoded(fields, Pairs)
     if request.instruction or request.chat_template_kwargs:
         name = "instruction" if request.instruction else "chat_template_kwargs"
-        raise FieldError(f"{name} needs a score template, and this server scores query and document without one", name)
+        raise FieldError(f"{name} needs a score template, which this server does not support", name)
     first, second = _pair_fields(request, rerank=rerank)
     queries, documents = _texts(request, first), _texts(request, second)
     if len(queries) > 1 and len(queries) != len(documents):
@@ -190,10 +190,10 @@ def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
 
 def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
     request = decoded(fields, Tokenize)
-    # By default a text to tokenise is opened for an answer: only who asks for both wants what cannot be.
+    # By default the generation prompt is added when tokenising: only an explicit request for both is a conflict.
     _refuse_chat_options(request, both=request.add_generation_prompt and "add_generation_prompt" in fields)
     if request.tools:
-        raise FieldError("tools are not supported: a reward model's template writes none", "tools")
+        raise FieldError("tools are not supported by a reward model's template", "tools")
     prompt = msgspec.UNSET if request.prompt is None else request.prompt
     request.messages = conversation(request.messages, prompt)
     if request.messages is None and request.prompt is None:
@@ -218,7 +218,7 @@ def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def blamed(message: str) -> str:
-    """The field that msgspec complains about, as vLLM writes it."""
+    """The field named in msgspec's error, in vLLM's notation."""
     place = re.search(r"at `\$([^`]*)`", message)
     missing = re.search(r"missing required field `([^`]*)`", message)
     path = "" if place is None else re.sub(r"\[(\d+|\.\.\.)\]", r".\1", place[1])
@@ -226,7 +226,7 @@ def blamed(message: str) -> str:
 
 
 def _refuse_chat_options(request: _Chat, *, both: bool) -> None:
-    """both  whether the caller also asks for a prompt that is opened for an answer"""
+    """both  whether the caller also requests a generation prompt"""
     if request.continue_final_message and both:
         raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
     if request.continue_final_message:
@@ -245,7 +245,7 @@ def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
     if isinstance(inputs, list):
         if not inputs:
             raise FieldError("You must pass at least one prompt", None)
-        kinds = {*map(type, inputs)}  # there may be millions: booleans are no ints here
+        kinds = {*map(type, inputs)}  # there may be millions: bool is not accepted as int
         if kinds == {str}:
             return inputs
         if kinds == {int}:
@@ -258,7 +258,7 @@ def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
 
 
 def conversation(value: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
-    """The messages, with contents given in parts as one text; None if there is something else."""
+    """The messages, with contents given in parts joined to one text; None if there is something else."""
     if value is msgspec.UNSET or instead is not msgspec.UNSET:
         return None
     if not isinstance(value, list):
@@ -373,7 +373,7 @@ def tokenized(tokens: list[int], strings: list[str] | None, limit: int) -> dict[
 
 
 def model_card(name: str, root: str | None, limit: int | None, created: int) -> dict[str, Any]:
-    """What /v1/models says of a model beside its name."""
+    """Fields of a model in /v1/models besides its name."""
     permission = {
         "id": f"modelperm-{name}", "object": "model_permission", "created": created, "allow_create_engine": False,
         "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True,
