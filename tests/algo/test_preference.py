@@ -135,7 +135,9 @@ def test_rewards_order_responses_as_the_loss_does(name: str) -> None:
 def test_names_fill_in_their_keys_and_refuse_those_of_others() -> None:
     assert (settings("simpo").beta, settings("simpo").gamma) == (2.0, 1.0)
     assert (settings("kto").desirable, settings("dpo").desirable) == (1.0, None)
-    with pytest.raises(ValueError, match="gamma is no key of dpo, which has beta: leave it out"):
+    with pytest.raises(ValueError, match="gamma does not apply to dpo, whose keys are beta: remove it"):
         settings("dpo", gamma=1.0)
-    with pytest.raises(ValueError, match="'dop' is no preference method; there are dpo, ipo, kto, orpo, simpo"):
+    with pytest.raises(
+        ValueError, match="'dop' : unknown preference method; expected one of dpo, ipo, kto, orpo, simpo"
+    ):
         settings("dop")

@@ -118,7 +118,7 @@ def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: R
     ("tables", "said"),
     [
         ({"placement": {"name": "async"}, "resources": {"rollout": {"processes": 0}}}, "set 1 or more"),
-        ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: leave it out"),
+        ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: remove it"),
         ({"placement": {"name": "hybrid", "channel": "disk"}}, "are shared"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"devices": ("cuda:0", "cuda:1")}}},
@@ -141,7 +141,7 @@ def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> N
         **stale, algorithm={"correction": {"cap": 3.0}}
     ).algorithm.correction  # a key of it is no choice of the mode
     assert (capped.mode, capped.cap) == ("truncate", 3.0)
-    with pytest.raises(ConfigError, match=r"cap = 3.0 does nothing with mode = \"none\""):
+    with pytest.raises(ConfigError, match=r"cap = 3.0 has no effect with mode = \"none\""):
         recipe(algorithm={"correction": {"cap": 3.0}})
 
 

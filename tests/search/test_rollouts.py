@@ -147,10 +147,10 @@ def test_what_is_cut_and_what_cannot_be_scored() -> None:
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch makes trees without one"),
-        ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "plays turns: leave one out"),
-        ({"sampling": {"step": ""}}, "must end a step, not a response"),
-        ({"sampling": {"step": ";"}, "resources": {"data_parallel": 2}}, "name 2 ranks, not one"),
+        ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch builds trees without one"),
+        ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "is multi-turn: remove one"),
+        ({"sampling": {"step": ""}}, "must delimit steps"),
+        ({"sampling": {"step": ";"}, "resources": {"data_parallel": 2}}, "set 2 ranks, not one"),
         ({"search": {"prm": {}}}, "either path or url"),
         ({"search": {**SEARCH, "method": "mcts"}}, "mcts"),
     ],

@@ -639,9 +639,9 @@ def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice()
 
 
 def test_a_run_with_an_agent_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[agent\] plays whole responses"):
+    with pytest.raises(ConfigError, match=r"\[agent\] runs whole episodes"):
         recipe(agent={"function": "a:b"}, environment={"name": "calculator"})
-    with pytest.raises(ConfigError, match="resources name 2"):
+    with pytest.raises(ConfigError, match="resources set 2"):
         recipe(agent={"function": "a:b"}, resources={"data_parallel": 2})
     file = tmp_path / "mine.py"
     file.write_text("NUMBER = 1\ndef short(prompt): ...\ndef play(prompt, base_url, api_key, bonus=0.0): ...\n")

@@ -151,10 +151,10 @@ def test_a_teacher_without_an_answer_ends_the_step_and_is_never_0() -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({}, r'learns from teachers alone, and there are none: give one, such as \[algorithm.teachers.NAME\]'),
-        ({"teachers": {"a": {}}}, "a teacher has one home: give path"),
-        ({"teachers": {"a": {"path": "x", "url": "http://y"}}}, "a teacher has one home: give path"),
-        ({"teachers": {"a": {"path": "x", "model": "y"}}}, "model = 'y' is for a teacher behind url"),
+        ({}, r'learns from teachers only, and there are none: add one, such as \[algorithm.teachers.NAME\]'),
+        ({"teachers": {"a": {}}}, "give a teacher either path"),
+        ({"teachers": {"a": {"path": "x", "url": "http://y"}}}, "give a teacher either path"),
+        ({"teachers": {"a": {"path": "x", "model": "y"}}}, "model = 'y' is for a teacher with url"),
         ({"teachers": {"a": {"url": "http://y", "top_k": 4}}}, "top_k = 4 needs the teacher's likeliest tokens"),
         ({"teachers": {"a": {"path": "x", "weight": 0.0}}}, "weight"),
     ],

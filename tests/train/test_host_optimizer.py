@@ -127,5 +127,5 @@ def test_several_ranks_share_the_optimizer_out_already() -> None:
         "algorithm": {"name": "grpo"}, "resources": {"data_parallel": 2},
         "train": {"steps": 1, "lr": 1e-6, "prompts_per_step": 2, "samples_per_prompt": 2, "offload_optimizer": True},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"train\.offload_optimizer is for one rank, and resources name 2"):
+    with pytest.raises(ConfigError, match=r"train\.offload_optimizer needs one rank, and resources set 2"):
         parse_recipe(tree, "recipe")

@@ -364,4 +364,4 @@ def test_a_new_model_is_refused(tmp_path: Path, rows: Path) -> None:
     file.write_text(Path(recipe(file, rows)).read_text().replace('path = "sums-policy"', "new.hidden = 32"))
     done = train(str(file), "--out", str(tmp_path / "run"), sets=[])
     assert done.returncode == 2
-    assert "model.new has no responses to prefer among: give model.path" in done.stderr
+    assert "preference training needs a policy that can generate: set model.path" in done.stderr

@@ -216,7 +216,7 @@ def test_a_gym_task_and_its_rule_belong_together() -> None:
     recipe({"gym": "chain_sum"}, {"rule": "gym"})
     with pytest.raises(ConfigError, match='a gym task checks its own answers: set rule = "gym"'):
         recipe({"gym": "chain_sum"}, {"rule": "exact"})
-    with pytest.raises(ConfigError, match=r"give data.gym, or take another rule"):
+    with pytest.raises(ConfigError, match=r"set data.gym, or use another rule"):
         recipe({"world": "sums"}, {"rule": "gym"})
 
 

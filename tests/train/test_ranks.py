@@ -543,7 +543,7 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
     [
         (
             {"reward": {"url": "http://127.0.0.1:1"}, "resources": {"timeout": 60.0}},
-            "resources.timeout = 60 s is not more",
+            "resources.timeout = 60 s must exceed",
         ),
     ],
 )

@@ -574,17 +574,17 @@ def test_or_the_update_is_skipped_and_counted(tmp_path: Path) -> None:
     ("tables", "said"),
     [
         ({"train": {"samples_per_prompt": 1}}, r"r - mean\(r\) = 0 in a group of one"),
-        ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses do not divide into 3"),
-        ({"sampling": {"max_tokens": 0}}, "a response needs at least one token"),
-        ({"sampling": {"temperature": 0.0}}, "nothing to compare"),
-        ({"algorithm": {"name": "grop"}}, "no algorithm"),
+        ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses are not a multiple of minibatches = 3"),
+        ({"sampling": {"max_tokens": 0}}, "expected 1 or more"),
+        ({"sampling": {"temperature": 0.0}}, "needs different ones"),
+        ({"algorithm": {"name": "grop"}}, "unknown algorithm"),
         ({"algorithm": {"name": "grpo", "kl": {"coef": 0.0, "target": 1.0}}}, "coef = 0 stays 0"),
         ({"algorithm": {"name": "rloo", "advantage": {"scale": "group"}}}, "is for estimator"),
         ({"critic": {}}, "uses no critic"),
         ({"reward": {"url": "http://127.0.0.1:1", "rule": "exact"}}, "give one of url"),
         ({"reward": {"path": "sums", "pahts": 1}}, "unknown key 'pahts'"),
         ({"data": {"gym": "gcd"}}, "give one of data.world"),
-        ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "more than sampling.max_tokens"),
+        ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "exceeds sampling.max_tokens"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused_with_the_reason(tables: dict, said: str) -> None:
@@ -633,5 +633,5 @@ def test_held_out_responses_are_held_against_the_truth_too(tmp_path: Path) -> No
 
 
 def test_a_truth_must_fit_the_data() -> None:
-    with pytest.raises(ConfigError, match=r"give data\.gym, or take another rule"):
+    with pytest.raises(ConfigError, match=r"set data\.gym, or use another rule"):
         recipe(reward={"path": "sums"}, truth={"rule": "gym"})

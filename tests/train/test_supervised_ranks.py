@@ -245,10 +245,10 @@ def refusal(table: dict[str, Any], **resources: int) -> str:
 def test_what_ranks_cannot_share_out_is_refused_before_anything_loads() -> None:
     sft = TASKS["sft"]
     offloaded = {**sft, "train": {**TRAIN, "offload_optimizer": True}}
-    assert "train.offload_optimizer is for one rank, and resources name 2" in refusal(offloaded, data=2)
+    assert "train.offload_optimizer needs one rank, and resources set 2" in refusal(offloaded, data=2)
     muon = {**sft, "train": {**TRAIN, "optimizer": "muon"}}
     assert 'set optimizer = "adamw"' in refusal(muon, data=2)
-    assert "3 / 2 = 1.5 is no whole number" in refusal(sft, data=3, expert=2)
+    assert "3 / 2 = 1.5 is not a whole number" in refusal(sft, data=3, expert=2)
     with pytest.raises(ConfigError, match="2 layers over pipeline_parallel = 3 stages"):
         check_layout(RanksTable(pipeline_parallel=3), ModelTable(path="sums"))
     with pytest.raises(ConfigError, match="it has no experts to deal out to expert_parallel = 2"):

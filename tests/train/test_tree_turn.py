@@ -115,11 +115,11 @@ def test_expert_iteration_is_supervised_learning_of_the_best() -> None:
     ("tables", "told"),
     [
         ({"sampling": TREE}, r"gives 2 × 2 × 2 = 8 responses to a prompt, and train.samples_per_prompt = 4"),
-        ({"algorithm": {"name": "tree-grpo"}}, "there is none: give sampling.branch"),
-        ({"sampling": {"branch": [4], "step": "\n", "stop": ["\n\n"]}}, "must end a step, not a response"),
+        ({"algorithm": {"name": "tree-grpo"}}, "there is no tree: set sampling.branch"),
+        ({"sampling": {"branch": [4], "step": "\n", "stop": ["\n\n"]}}, "must delimit steps"),
         (
             {"sampling": {"branch": [4]}, "environment": {"name": "calculator"}},
-            "sampling.branch is for single responses",
+            "sampling.branch is for single-turn responses",
         ),
     ],
 )
