@@ -175,7 +175,7 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
     ranks[victim].kill()
     _, said = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert f"rank {victim} was ended by SIGKILL; --resume goes on from the last checkpoint" in said
+    assert f"rank {victim} was ended by SIGKILL; --resume continues from the last checkpoint" in said
     assert not any(rank.is_running() for rank in ranks.values())
 
 

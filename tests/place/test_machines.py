@@ -309,7 +309,7 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
     (engine if victim == "generates" else trainers[1]).lose()
     assert trainers[0].ended(ENDS_WITHIN) != 0
     if victim == "generates":
-        why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume goes on"
+        why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume continues"
         assert why in trainers[0].report
         assert trainers[1].ended(ENDS_WITHIN) != 0
         engine = start(rollouts(run))

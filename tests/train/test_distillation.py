@@ -301,5 +301,5 @@ def test_a_teacher_that_is_away_is_an_error_with_the_cure(tmp_path: Path) -> Non
     done = plaudit_here("train", str(file), "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "did not answer within 0.3 s (algorithm.teachers.t.patience)" in line
+    assert "did not respond within 0.3 s (algorithm.teachers.t.patience)" in line
     assert "start its server there, then --resume" in line

@@ -136,7 +136,7 @@ def test_a_run_is_made_again_to_the_bit(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     again = plaudit_here("verify", str(tmp_path / "run"))
     assert again.returncode == 0, again.stdout
-    assert "equal to the bit: steps 3 to 4, made again from step-000002: samples, log-probs, rewards" in again.stdout
+    assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in again.stdout
     steps = [e for e in read_events(tmp_path / "run") if e["kind"] == "metric" and "tree/shared" in e["values"]]
     assert len(steps) == 4
     assert all(e["values"]["tree/generated_tokens"] < e["values"]["progress/tokens"] for e in steps)

@@ -187,7 +187,7 @@ class RolloutMachines:
             if not self._news.wait_for(lambda: any(machine.free for machine in self._present()), REJOIN_SECONDS):
                 raise EngineLost(
                     f"no machine has come within {REJOIN_SECONDS:g} s to generate in place of one that was lost: run "
-                    f"plaudit rollouts {self._directory} there, and --resume goes on from the last checkpoint"
+                    f"plaudit rollouts {self._directory} there, and --resume continues from the last checkpoint"
                 )
             machine = next(machine for machine in self._present() if machine.free)
             number, place = next(self._numbers), machine.free.pop(0)

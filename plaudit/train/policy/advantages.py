@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.kl import kl_estimate
-from plaudit.algo.method import Rewarded
+from plaudit.algo.method import RewardBatch
 from plaudit.algo.methods import estimators
 from plaudit.algo.methods.dapo import overlong_penalty
 from plaudit.algo.rewards import RunningNorm, at_last_token, length_penalty
@@ -77,7 +77,7 @@ def estimate(
         kl = kl_estimate(old, reference, algorithm.kl.estimator)
         per_token = per_token - kl_coef * torch.where(mask, kl, 0.0)
     advantages, returns = estimators()[algorithm.advantage.estimator].compute(
-        Rewarded(
+        RewardBatch(
             per_token, mask, lengths, [sample.group for sample in samples], algorithm.gamma, algorithm.lam,
             algorithm.advantage.scale, values, bootstrap, [sample.extra.get("branches", ()) for sample in samples],
         )

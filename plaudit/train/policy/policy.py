@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plaudit.algo.aggregate import token_weights
 from plaudit.algo.correction import importance_weights
 from plaudit.algo.kl import kl_loss
-from plaudit.algo.method import Drawn, PolicyTerms
+from plaudit.algo.method import LossBatch, PolicyTerms
 from plaudit.algo.methods import losses
 from plaudit.algo.methods.distill import top_k_kl, towards
 from plaudit.algo.methods.ppo import ratio_of, value_loss
@@ -125,7 +125,7 @@ class Policy:
         advantages = part.advantages
         if part.taught is not None:
             advantages = advantages + towards(part.taught, old, algorithm.by_token())
-        terms = self.loss(Drawn(logp, old, advantages, mask, part.lengths, part.reference, kl_coef), algorithm.clip)
+        terms = self.loss(LossBatch(logp, old, advantages, mask, part.lengths, part.reference, kl_coef), algorithm.clip)
         per_token = terms.loss
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)

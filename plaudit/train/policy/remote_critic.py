@@ -26,7 +26,7 @@ from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_rep
 from plaudit.train.optim.optimizer import NotFinite
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
-from plaudit.train.run.overdue import Warn, nobody
+from plaudit.train.run.overdue import Warn, ignore_warning
 from plaudit.train.run.patient import PatientHttp, error_of
 
 FILE = "critic.json"
@@ -38,7 +38,7 @@ class CriticFailed(RunError):
 
 
 class RemoteCritic:
-    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = nobody) -> None:
+    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = ignore_warning) -> None:
         """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
         waited for."""
         assert table.url is not None

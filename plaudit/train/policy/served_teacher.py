@@ -15,7 +15,7 @@ from plaudit.config.algorithm import TeacherTable
 from plaudit.errors import ConfigError, RunError
 from plaudit.records import Sample
 from plaudit.train.policy.experience import own_tokens
-from plaudit.train.run.overdue import Warn, nobody
+from plaudit.train.run.overdue import Warn, ignore_warning
 from plaudit.train.run.patient import PatientHttp
 
 ROWS = 64  # sequences in one request
@@ -29,7 +29,9 @@ class TeacherFailed(RunError):
 class ServedTeacher:
     module = None
 
-    def __init__(self, name: str, table: TeacherTable, tokenizer: PreTrainedTokenizerFast, warn: Warn = nobody) -> None:
+    def __init__(
+        self, name: str, table: TeacherTable, tokenizer: PreTrainedTokenizerFast, warn: Warn = ignore_warning
+    ) -> None:
         """`tokenizer` is the policy's, which the server's must equal. `warn` hears of a server that is waited for."""
         assert table.url is not None
         self.name, self.model = name, table.model

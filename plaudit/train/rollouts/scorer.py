@@ -17,7 +17,7 @@ from plaudit.records import Item, ItemError, Prompt, Sample, StepScores
 from plaudit.reward import load_reward
 from plaudit.reward.directory import complete
 from plaudit.reward.reward import Result, Reward
-from plaudit.train.run.overdue import Warn, nobody, overdue
+from plaudit.train.run.overdue import Warn, ignore_warning, overdue
 
 
 class RewardFailed(RunError):
@@ -33,7 +33,7 @@ class Source(Protocol):
 class Scorer:
     """Gives each sample its reward or its error, in order."""
 
-    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = nobody) -> None:
+    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = ignore_warning) -> None:
         """`source`: what scores, in place of what the table names. `warn` hears of a server that is waited for."""
         self.table = table
         self.source = source or (ServerReward(table, warn) if table.url is not None else local_reward(table))

@@ -130,10 +130,10 @@ class SupervisedTraining:
                 self.run.events.metric(metrics, step=self.step)
                 self.progress.step(self.step, metrics)
                 if self.ranks.everyone.size == 1:  # others would wait without knowing for what
-                    begin += PAUSE.hold(interrupted)
+                    begin += PAUSE.wait(interrupted)
                 if self.ranks.everyone.any(bool(interrupted)):
                     self.save_checkpoint()
-                    raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume goes on")
+                    raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume continues")
                 if self.step % self.recipe.train.eval_every == 0 and self.step < steps:
                     self.evaluate(quick=True)
                 if self.step % self.recipe.train.checkpoint.every == 0:
