@@ -140,6 +140,6 @@ def test_names_fill_in_their_keys_and_refuse_those_of_others() -> None:
     with pytest.raises(ValueError, match="gamma does not apply to dpo, whose keys are beta: remove it"):
         settings("dpo", gamma=1.0)
     with pytest.raises(
-        ValueError, match="'dop' : unknown preference method; expected one of dpo, ipo, kto, orpo, simpo"
+        ValueError, match="'dop': unknown preference method; expected one of dpo, ipo, kto, orpo, simpo"
     ):
         settings("dop")

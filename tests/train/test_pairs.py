@@ -82,5 +82,5 @@ def test_what_gives_no_pairs_is_refused(tmp_path: Path) -> None:
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)
     assert not (tmp_path / "pairs.jsonl").exists()
     dump.write(1, Batch(tuple(replace(said(text, float(text == "a")), extra={"prompt": "7+8="}) for text in "ab")), 1)
-    with pytest.raises(DataError, match="do not say what they answer: it is of an older Plaudit"):
+    with pytest.raises(DataError, match="the dump has no prompts with its samples: an older Plaudit wrote it"):
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)

@@ -367,7 +367,7 @@ def test_a_reward_function_that_goes_wrong_is_told_in_words_and_costs_its_respon
     assert len(told) >= 3
     every = {**reward, "function": f"{tmp_path / 'mine.py'}:never", "max_errors": 0.5}
     said = r"^step 0: 4 of 4 responses have no reward \(max_errors = 0.5\); 4 times: rule_failed: the rule gave str, "
-    with pytest.raises(RunError, match=said + "expected a number; mend the reward; the state is saved: --resume"):
+    with pytest.raises(RunError, match=said + "expected a number; fix the reward; the state is saved: --resume"):
         train(tmp_path / "every", recipe(train={"steps": 1, "prompts_per_step": 1}, reward=every))
 
 
