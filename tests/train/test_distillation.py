@@ -144,7 +144,7 @@ class Mute(LocalTeacher):
 
 def test_a_teacher_without_an_answer_ends_the_step_and_is_never_0() -> None:
     teacher = Mute(policy(tiny(), {"name": "grpo"}), VOCABULARY)
-    with pytest.raises(RunError, match="the teacher big gave log-probs that are no finite numbers"):
+    with pytest.raises(RunError, match="the teacher big returned non-finite log-probs"):
         Teachers({"big": teacher}, {"big": 0}).read(made_up())
 
 
@@ -234,7 +234,7 @@ def test_another_vocabulary_is_refused_in_one_line(stranger: Path, tmp_path: Pat
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert (
-        f"algorithm.teachers.big: {stranger} has another vocabulary, of 19 tokens to the policy's 18: token 18 is "
+        f"algorithm.teachers.big: {stranger} has a different vocabulary, of 19 tokens to the policy's 18: token 18 is "
         in line
     )
     assert "'carry' there and None here" in line
@@ -276,7 +276,7 @@ def test_a_served_teacher_with_another_vocabulary_is_refused(server: ServerProce
     ours = load_policy("sums-policy").tokenizer
     swapped = ours.backend_tokenizer.to_str().replace('"7"', '"?"').replace('"8"', '"7"').replace('"?"', '"8"')
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(swapped))
-    with pytest.raises(ConfigError, match=r"has another vocabulary: token \d+ is '7' there and '8' here"):
+    with pytest.raises(ConfigError, match=r"has a different vocabulary: token \d+ is '7' there and '8' here"):
         ServedTeacher("t", TeacherTable(url=server.url), other)
     ours.add_tokens(["carry"])
     with pytest.raises(TeacherFailed, match=r"the teacher t at .* refuses /generate \(400\): .*18"):

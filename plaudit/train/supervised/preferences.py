@@ -1,4 +1,4 @@
-"""Learning from preferences: a policy's log-probs of whole responses, and the loss of a method on them.
+"""Preference training: log-probs of whole responses under the policy, and a method's loss on them.
 
 The responses of a pair share their prompt, which is computed once; its gradient is the sum of theirs.
 """
@@ -62,7 +62,7 @@ class LearnPreferences(Objective):
         return self.method.loss(batch, self.settings).sum()
 
     def _answers(self, examples: Sequence[Example]) -> tuple[list[Answer], int]:
-        """What is read of the examples, and of how many of them the prompts too."""
+        """Return the responses to score, and for how many of the first ones the prompt is scored too."""
         if not self.method.pairs:
             return [(item.prompt, item.response) for item in _of(examples, Labelled)], 0
         pairs = _of(examples, Preferred)
@@ -97,7 +97,7 @@ class LearnPreferences(Objective):
         self.rewards.append(self.last)
 
     def figures(self, group: Group) -> dict[str, float]:
-        """By the reward that the policy stands for: how often, and by how much, the better response is ahead."""
+        """Return metrics of the implicit reward: pair accuracy and margin."""
         better, worse = (group.concatenate([each[side] for each in self.rewards]).numpy() for side in (0, 1))
         if self.method.pairs:
             ahead = float(np.mean((better > worse) + 0.5 * (better == worse)))
