@@ -417,7 +417,7 @@ def test_branches_are_samples_of_their_own_and_learned_once() -> None:
         ({"temperature": 0.2}, "sampling.temperature = 1"), ({"top_p": 0.5}, "sampling.top_p = 1"),
         ({"top_k": 5}, "sampling.top_k = 0"), ({"seed": 1}, "agent.ignore_sampling"),
         ({"logit_bias": {"5": 3.0}}, "agent.ignore_sampling"), ({"n": 2}, "n is 2"),
-        ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "writes no tools"),
+        ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "does not render tools"),
     ],
 )  # fmt: skip
 def test_what_would_not_be_learned_from_is_refused(fields: Message, named: str) -> None:
