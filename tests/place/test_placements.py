@@ -159,9 +159,7 @@ def test_resources_that_are_not_there_are_refused_with_the_arithmetic(
     ):
         train(tmp_path / "c", small(1, GRPO, **placed, resources={"rollout": {"processes": 9999}}), rollout_host)
     elsewhere = {"rollout": {"devices": ("cuda:99",)}}
-    with pytest.raises(
-        ConfigError, match=r"devices names 'cuda:99', and this machine has \d+ GPU\(s\): name one of cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"devices has 'cuda:99', and this machine has \d+ GPU\(s\): use one of cpu"):
         train(tmp_path / "d", small(1, GRPO, **placed, resources=elsewhere), rollout_host)
 
 

@@ -134,7 +134,7 @@ def _check_host(recipe: RlRecipe, device: str) -> None:
         parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in sizes.items())
         raise ConfigError(
             f"train.offload_optimizer puts {parts} = {_gib(needed)} GiB into host memory, which has {_gib(free)} GiB "
-            "free: train with model.lora, or share the model out with resources.data_parallel"
+            "free: train with model.lora, or shard the model with resources.data_parallel"
         )
 
 

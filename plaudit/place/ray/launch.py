@@ -1,4 +1,4 @@
-"""`plaudit train` on Ray: starts the driver, and takes the run up again when a rank, the driver or Ray was lost.
+"""`plaudit train` on Ray: starts the driver, and resumes the run when a rank, the driver or Ray was lost.
 
 Needs neither Ray nor torch: what happens to Ray's processes does not happen to this one.
 """
