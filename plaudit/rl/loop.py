@@ -304,8 +304,7 @@ class RlTraining:
         except Interrupted as error:
             self._end(error)
         except BaseException as error:
-            # Over several ranks the others do not know of any other error.
-            if isinstance(error, STEP_FAILURES) or self.ranks.everyone.size == 1:
+            if isinstance(error, STEP_FAILURES) or self.ranks.everyone.size == 1:  # other errors are local to a rank
                 self.save_checkpoint()
             if not isinstance(error, STEP_FAILURES):
                 raise

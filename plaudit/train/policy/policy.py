@@ -61,8 +61,7 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], replay: bool = True) -> Tensor:
-        """Return log-probs (T,) of the response tokens, in the micro-batches of an update: with `replay` bit-identical
-        to it."""
+        """Return log-probs (T,) of the response tokens: with `replay` bit-identical to those of an update."""
         use_packed_attention(self.module)
         parts, routing = [], self.routing if replay else None
         for batch in micro_batches(samples, self.micro_batch_tokens, self.group, self.together):
@@ -75,8 +74,7 @@ class Policy:
         return self.stage.results(self.group).concatenate(parts)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Return the values of a critic that shares the trunk: before each response token, and after each sample's
-        last."""
+        """Return the values of a shared-trunk critic: before each response token, and after each sample's last."""
         assert self.value_head is not None
         how = (self.micro_batch_tokens, self.group, self.routing, self.context)
         return read_values(self.module, self.value_head, samples, *how)
