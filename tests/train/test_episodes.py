@@ -631,7 +631,7 @@ def test_an_observation_may_be_a_message_of_the_tool() -> None:
     with pytest.raises(ConfigError, match="the prompt is plain text"):
         encoder.tokens("15", chat=False, last=5, role="tool")
     tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if m['role'] != 'tool' %}")
-    with pytest.raises(ConfigError, match="leaves tool messages out"):
+    with pytest.raises(ConfigError, match="drops tool messages"):
         ObservationEncoder(tokenizer).tokens("15", chat=True, last=5, role="tool")
 
 

@@ -339,13 +339,13 @@ def test_a_resumed_run_still_measures_from_the_policy_of_the_start(tmp_path: Pat
     ("name", "row", "says"),
     [
         ("dpo", {"chosen": "#8", "rejected": "#8"}, "chosen and rejected are both '#8': remove the row"),
-        ("dpo", {"chosen": "#8", "rejected": ""}, "needs a text 'rejected', found ''"),
-        ("dpo", {"chosen": None, "rejected": "#8"}, "needs a text 'chosen', found None"),
-        ("simpo", {"response": "#8", "label": True}, "needs a text 'chosen', found None"),
+        ("dpo", {"chosen": "#8", "rejected": ""}, "needs a text 'rejected', got ''"),
+        ("dpo", {"chosen": None, "rejected": "#8"}, "needs a text 'chosen', got None"),
+        ("simpo", {"response": "#8", "label": True}, "needs a text 'chosen', got None"),
         ("dpo", {"chosen": "1" * 400, "rejected": "#8"}, "tokens exceed the model's 256; shorten or remove it"),
         ("kto", {"chosen": "#8", "rejected": "#9"}, "needs a 'label', true or false, got None"),
         ("kto", {"response": "#8", "label": 1}, "needs a 'label', true or false, got 1"),
-        ("kto", {"response": "", "label": True}, "needs a text 'response', found ''"),
+        ("kto", {"response": "", "label": True}, "needs a text 'response', got ''"),
     ],
 )
 def test_a_bad_line_is_told_before_the_first_step(tmp_path: Path, name: str, row: dict[str, Any], says: str) -> None:

@@ -144,7 +144,7 @@ def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
         ([], "p.jsonl is empty"),
         ([{"prompt": "1="}], "too few for training and a held-out item; set data.eval_path"),
         ([{"prompt": "1="}, {"question": "2="}], r"p.jsonl:2: needs a text 'prompt', got None; .*'question'"),
-        ([{"prompt": "1="}, {"prompt": 3}], r"p.jsonl:2: needs a text 'prompt', found 3"),
+        ([{"prompt": "1="}, {"prompt": 3}], r"p.jsonl:2: needs a text 'prompt', got 3"),
         ([{"prompt": "1="}, {"messages": "2="}], r"p.jsonl:2: messages must be a list of \{role, content\}"),
         ([{"prompt": "1=", "answer": 1}, {"prompt": "2="}], r"p.jsonl:2: has no 'answer' \(data.truth\)"),
         ([{"prompt": "1="}, {"prompt": "1" * 40}], r"p.jsonl:2: the prompt has 41 tokens; .* 64 - 32 = 32 are left"),

@@ -174,7 +174,7 @@ def test_what_the_server_says_reaches_the_run(server: CriticProcess) -> None:
         with pytest.raises(NotFinite):
             first.update(experience(1e30), 0)
         first.update(experience(), 0)
-        with pytest.raises(CriticFailed, match="another run trains it"):
+        with pytest.raises(CriticFailed, match="somebody else trains it"):
             second.update(experience(), 0)
         empty = experience()
         empty.mask[:] = False

@@ -80,7 +80,7 @@ def test_control_strings_in_the_data_stay_text() -> None:
         ({"prompt": "1=", "response": "1"}, ["task=reward", "algorithm.name=regression"], "at least one of ['score']"),
         ({"prompt": "1=", "steps": ["1"], "labels": [1, 0]}, ["task=prm"], "'steps' and 'labels' of the same length"),
         ({"prompt": "1=", "steps": [], "labels": []}, ["task=prm"], "at least 1"),
-        ({"prompt": "1=", "steps": ["1", ""], "labels": [1, 0]}, ["task=prm"], "each step must be a text"),
+        ({"prompt": "1=", "steps": ["1", ""], "labels": [1, 0]}, ["task=prm"], "each step must be a non-empty text"),
         ({"prompt": "1=", "steps": ["1"], "labels": [2]}, ["task=prm"], "between 0 and 1, got 2"),
         ({"prompt": "1=", "response": "2" * 70}, [], "74 tokens exceed the model's 64"),
     ],
