@@ -104,7 +104,7 @@ def test_rows_are_kept_in_the_run(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob("data-*.jsonl")
     assert len(kept.read_text().splitlines()) == 24
     assert len(first.curve("loss")) == 2
-    with pytest.raises(RunError, match=r"already holds a run"):
+    with pytest.raises(RunError, match=r"already contains a run"):
         train("sums-sft", out=tmp_path, data=rows, **keys)
     with pytest.raises(ConfigError, match=r"data has no rows"):
         train("sums-sft", out=tmp_path, data=[], **keys)

@@ -67,7 +67,7 @@ def test_a_named_recipe_runs_in_a_directory_of_its_name(tmp_path: Path) -> None:
         (["train", "recipes/sums-grpo.toml"], "did you mean 'sums-grpo'"),
         (["train", "zzz"], "`plaudit recipes` lists those that come with Plaudit"),
         (["train", "own.tom"], "did you mean 'own.toml'?"),
-        (["train", "."], ". is no recipe but a directory"),
+        (["train", "."], ". is a directory, not a recipe file"),
         (["train", "search-ets"], "run it with `plaudit search search-ets`"),
         (["search", "search-et"], "did you mean 'search-ets'"),
         (["serve", "--config", "smollm2-serv"], "did you mean 'smollm2-serve'"),

@@ -1,11 +1,11 @@
-"""What is made of samples whose probabilities the learner sees differently than the engine that drew them.
+"""Importance correction for samples whose log-probs differ between the learner and the engine that sampled them.
 
 Truncated importance sampling: Yao et al. (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training,
 2025), after Ionides (2008). Masked: Liu et al. (When Speed Kills Stability, 2025). The weight is π_old / behaviour,
-beside PPO's own ratio π / π_old (the decoupled objective of Hilton et al. 2022): where the two agree it is 1.
+in addition to PPO's ratio π / π_old (the decoupled objective of Hilton et al. 2022); it is 1 where both agree.
 Deviations:
-1. The log ratio, of a token or of a sample, is kept within ±20.
-2. "truncate" also lifts weights to `floor`, which is 0 unless given.
+1. The log ratio, of a token or of a sample, is clamped to ±20.
+2. "truncate" also raises weights to `floor`, which defaults to 0.
 3. Weights are not normalised to mean 1.
 
 Shapes: T tokens, P of them the policy's own.
@@ -30,11 +30,11 @@ def importance_weights(
     old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, lengths: Sequence[int], mode: Mode, level: Level, cap: float,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights (T,) without gradient, and the policy tokens (T,) bool that are kept; 0 and false at masked tokens.
+    """Return weights (T,) without gradient, and a mask (T,) of the policy tokens kept; 0 and false at masked tokens.
 
     old, behaviour  the learner's and the engine's log-probs; at masked tokens they may be anything
-    mode            truncate: weights are brought into [floor, cap]; mask: those outside of it become 0
-    level           token: each its own; sequence: the product over the sample; geometric: the sample's mean
+    mode            truncate: clamp weights to [floor, cap]; mask: set weights outside of it to 0
+    level           token: one per token; sequence: the product over the sample; geometric: the sample's mean
     """
     difference_T = torch.where(mask_T, old_T.detach() - behaviour_T, 0.0)
     if level == "sequence":
@@ -51,12 +51,12 @@ def importance_weights(
 
 
 def mismatch(old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor) -> dict[str, float]:
-    """How far learner and engine are apart over policy tokens, by their log-probs.
+    """Return metrics of the difference between learner and engine log-probs over policy tokens.
 
     abs_mean, abs_max, abs_std  of |log π_old - log behaviour|
     k1, k3                      estimates of KL(behaviour, π_old)
     ess                         effective sample size of the untruncated token weights, as a share of the tokens
-    correlation                 Pearson's, of the two probabilities; of constants 1 if they are equal, else 0
+    correlation                 Pearson's, of the two probabilities; for constants 1 if they are equal, else 0
     """
     if not mask_T.any():
         return {"abs_mean": 0.0, "abs_max": 0.0, "abs_std": 0.0, "k1": 0.0, "k3": 0.0, "ess": 1.0, "correlation": 1.0}

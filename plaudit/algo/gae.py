@@ -1,10 +1,10 @@
 """Generalised advantage estimation.
 
 Schulman et al. (2016). Deviations:
-1. Masked tokens are no steps: value and advantage are carried over them, they neither discount nor add. A reward must
-   lie on a policy token to count (`rewards.at_last_token`).
-2. What follows the last token is the caller's to say, per sample and by its finish reason, never by its length: 0 where
-   the sample ended, the critic's value where it was cut off and the recipe bootstraps (its reward then is 0).
+1. Masked tokens are not steps: value and advantage pass over them without discount. A reward must be on a policy token
+   to count (`rewards.at_last_token`).
+2. The caller gives the value after the last token of each sample, by its finish reason, never by its length: 0 if the
+   sample ended, the critic's value if it was truncated and the recipe bootstraps (its reward then is 0).
 3. returns = advantages + values, before any whitening.
 
 Shapes: T tokens of N samples end to end, P of them the policy's own.
@@ -22,7 +22,7 @@ def gae(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, lengths: Sequence[int], bootstrap_N: Tensor, gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Advantages and returns, (T,) each, 0 at masked tokens, without gradient.
+    """Return advantages and returns, (T,) each, 0 at masked tokens, without gradient.
 
     values_T[t]  the critic's before token t
     bootstrap_N  the value after the last token

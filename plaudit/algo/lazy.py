@@ -1,6 +1,6 @@
-"""torch and numpy, imported when something is first computed: a recipe is read and a plan made without them.
+"""torch and numpy, imported on first use: recipes and plans work without them.
 
-`lazy import torch` of Python 3.15 (PEP 810) will say the same.
+Python 3.15's `lazy import torch` (PEP 810) will replace this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    Tensor = Any  # it stands in annotations alone
+    Tensor = Any  # used in annotations only
 
     class _Lazy:
         def __init__(self, name: str) -> None:

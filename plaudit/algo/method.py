@@ -1,6 +1,6 @@
-"""What a method of RL is: what its name fills in, how rewards become advantages, and the loss of a token.
+"""The interface of an RL method: its default settings, its advantage estimator and its per-token loss.
 
-Shapes: T tokens of N samples, end to end, nothing padded; sample i is the next lengths[i] tokens.
+Shapes: T tokens of N samples, concatenated without padding; sample i is the next lengths[i] tokens.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from plaudit.algo.lazy import Tensor
 Scale = Literal["group", "batch", "none"]
 
 
-class Rewarded(NamedTuple):
-    """What advantages are made from."""
+class RewardBatch(NamedTuple):
+    """Input of an advantage estimator."""
 
     rewards: Tensor
-    """(T,), the KL taken off where it is in the reward."""
+    """(T,), minus the KL if it is in the reward."""
     mask: Tensor
     """(T,) bool: the policy's own tokens."""
     lengths: Sequence[int]
     groups: Sequence[int]
-    """(N,): samples of one prompt have one number."""
+    """(N,): samples of the same prompt have the same number."""
     gamma: float
     lam: float
     scale: Scale
     values: Tensor | None = None
-    """(T,) the critic's, before each token."""
+    """(T,) the critic's values before each token."""
     bootstrap: Tensor | None = None
     """(N,) the value after the last token."""
     branches: Sequence[Sequence[Sequence[int]]] = ()
-    """(N,) of samples that are a tree: [node, end] of each part, where nodes are numbered in their group, and samples
-    that share a part have its number."""
+    """(N,) for samples that form a tree: [node, end] of each segment; nodes are numbered within their group, and
+    samples that share a segment have the same node."""
 
 
 class Advantages(NamedTuple):
     advantages: Tensor
     """(T,), 0 at masked tokens."""
     returns: Tensor | None = None
-    """(T,) what a critic should have said."""
+    """(T,) value targets for the critic."""
 
 
-class Drawn(NamedTuple):
-    """What a policy loss is made from; only logp has a gradient. All finite, at masked tokens too: 0 · NaN is NaN."""
+class LossBatch(NamedTuple):
+    """Input of a policy loss; only logp has a gradient. All finite, at masked tokens too, because 0 · NaN is NaN."""
 
     logp: Tensor
-    """(T,) of the policy as it is now."""
+    """(T,) of the current policy."""
     old: Tensor
     """(T,) of the policy before the first update."""
     advantages: Tensor
     mask: Tensor
     lengths: Sequence[int]
     reference: Tensor | None = None
-    """(T,) of the policy as it was at first, where `kl.coef` is not 0."""
+    """(T,) of the reference policy, if `kl.coef` is not 0."""
     kl_coef: float = 0.0
 
 
 class Clip(Protocol):
-    """How far the ratio may be from 1."""
+    """Clip bounds of the ratio."""
 
     @property
     def low(self) -> float: ...
@@ -70,10 +70,10 @@ class Clip(Protocol):
 
 
 class PolicyTerms(NamedTuple):
-    """What a policy loss gives, per token (T,). The flags say where the bound is in force."""
+    """Output of a policy loss, per token (T,). The flags mark tokens at which the bound is active."""
 
     loss: Tensor
-    """To be summed with the weights of `aggregate.token_weights`; masked tokens have weight 0 there."""
+    """Summed with the weights of `aggregate.token_weights`, which are 0 at masked tokens."""
     ratio: Tensor
     """π / π_old, detached."""
     clipped_low: Tensor
@@ -85,20 +85,20 @@ class PolicyTerms(NamedTuple):
 class Estimator:
     name: str
     """`advantage.estimator` in a recipe."""
-    compute: Callable[[Rewarded], Advantages]
+    compute: Callable[[RewardBatch], Advantages]
     grouped: bool = False
-    """A response is compared with the others to its prompt."""
+    """Whether a response is compared with the others to its prompt."""
     critic: bool = False
-    """It reads `values` and `bootstrap`."""
+    """Whether it uses `values` and `bootstrap`."""
 
 
 @dataclass(frozen=True)
 class Loss:
     name: str
     """`loss` in a recipe."""
-    compute: Callable[[Drawn, Clip], PolicyTerms]
+    compute: Callable[[LossBatch, Clip], PolicyTerms]
     pairs: bool = False
-    """It is given samples two by two, the best and the worst of a group, and no others."""
+    """Whether it takes samples in pairs, the best and the worst of a group, and no others."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Method:
     preset: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a recipe's [algorithm] that differ from their defaults."""
     more_losses: tuple[Loss, ...] = ()
-    """Variants that no name stands for; a recipe may ask for them."""
+    """Additional variants, which a recipe may select by name."""
 
     def settings(self) -> dict[str, Any]:
-        """All that the name stands for, as a recipe would say it."""
+        """Return all settings of the method, as in a recipe."""
         advantage = {"estimator": self.advantage.name, **self.preset.get("advantage", {})}
         return {"loss": self.loss.name, **self.preset, "advantage": advantage}

@@ -1,7 +1,7 @@
-"""What is done to rewards before they become advantages.
+"""Reward shaping before advantages are computed.
 
-The running figures are those of Welford (1962), merged as by Chan et al. (1983). Deviations:
-1. A reward is normalised by figures that already know it: update first, then normalise.
+Running statistics by Welford (1962), merged as by Chan et al. (1983). Deviations:
+1. A reward is normalised by statistics that already include it: update first, then normalise.
 2. Clipping (`shaping.clip`) comes after normalising, in units of the deviation.
 """
 
@@ -16,7 +16,7 @@ from plaudit.algo.tokens.ragged import policy_tokens
 
 
 def at_last_token(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(N,) to (T,): each sample's reward on its last policy token; of a sample without one it is nowhere."""
+    """(N,) to (T,): each sample's reward at its last policy token; a sample without one contributes nothing."""
     ends = policy_tokens(mask, lengths).cumsum(0)
     some = ends.diff(prepend=ends.new_zeros(1)) > 0
     placed = torch.zeros(len(mask), dtype=per_sample.dtype, device=mask.device)
@@ -30,7 +30,7 @@ def length_penalty(lengths: Sequence[int], per_token: float) -> Tensor:
 
 
 class RunningNorm:
-    """Mean and deviation of all rewards so far. Evaluation calls `normalise` only, and changes nothing."""
+    """Running mean and standard deviation of all rewards. Evaluation calls only `normalise`, which changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,7 +40,7 @@ class RunningNorm:
 
     @property
     def std(self) -> float:
-        """Unbiased; 1 until two rewards differ, so that the first other one is not divided by nearly nothing."""
+        """Unbiased; 1 until two rewards differ, so that the first different one is not divided by almost zero."""
         return (self.squares / (self.count - 1)) ** 0.5 if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> None:

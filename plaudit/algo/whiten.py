@@ -1,8 +1,8 @@
 """Whitening: mean 0 and standard deviation 1 over the policy tokens of the whole batch.
 
 Ziegler et al. (2019) and their code; Huang et al. (The N Implementation Details of RLHF, 2023). Deviations:
-1. Over the whole batch, all ranks and micro-batches, not over each part: the result does not depend on the split.
-2. Masked tokens have no part in mean and variance and come out as 0.
+1. Over the whole batch, all ranks and micro-batches, not per micro-batch: the result does not depend on the split.
+2. Masked tokens are excluded from mean and variance and are set to 0.
 3. The variance is the unbiased one (n - 1), 0 for a single token.
 
 Shapes: T tokens, P of them the policy's own.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(T,). Equal values come out as exactly 0."""
+    """Return whitened values (T,). Equal values give exactly 0."""
     if not mask_T.any():
         return torch.zeros_like(values_T)
     # In float64 the mean of equal float32 numbers is that number, to the bit.

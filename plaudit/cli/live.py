@@ -43,7 +43,7 @@ class OwnRun:
 
         if stop_requested():
             return "stopping"
-        return ("paused" if PAUSE.holds else "pausing") if PAUSE.asked.is_set() else "running"
+        return ("paused" if PAUSE.waiting else "pausing") if PAUSE.requested.is_set() else "running"
 
     def act(self, what: str) -> str | None:
         from plaudit.train.run.pause import PAUSE
@@ -56,7 +56,7 @@ class OwnRun:
             )
         if what == "pause" and self.ranks > 1:
             return f"a run of {self.ranks} ranks cannot pause; stop saves a checkpoint, and --resume continues"
-        (PAUSE.asked.set if what == "pause" else PAUSE.asked.clear)()
+        (PAUSE.requested.set if what == "pause" else PAUSE.requested.clear)()
         return None
 
 

@@ -219,10 +219,10 @@ def verify(
     from tempfile import TemporaryDirectory
 
     from plaudit.rl.verify import keep
-    from plaudit.rl.verify import verify as make_again
+    from plaudit.rl.verify import verify as run_verify
 
     with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
-        verdict = make_again(run, Path(scratch), step)
+        verdict = run_verify(run, Path(scratch), step)
     keep(verdict, run)
     typer.echo(f"{run.name}: {verdict.text}")
     raise typer.Exit(0 if verdict.equal else 1)

@@ -1,5 +1,5 @@
-"""Recipes and other configuration, typed. Imports no torch. Names are imported when first asked for, so that what
-needs no recipe, such as `plaudit recipes`, starts without pydantic."""
+"""Typed recipes and other configuration. Imports no torch. Names are imported on first use, so that commands which
+need no recipe, such as `plaudit recipes`, start without pydantic."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -49,16 +49,16 @@ __all__ = [
     "to_toml",
 ]
 
-_HOMES = {
+_MODULES = {
     "algorithm": ("RlAlgorithm",),
     "recipe": ("Recipe", "load_recipe", "parse_recipe"),
     "rl": ("RlRecipe",),
     "table": ("Table", "differences", "to_toml"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'plaudit.config' has no attribute {name!r}")
-    return getattr(import_module(f"plaudit.config.{_HOME.get(name, 'supervised')}"), name)
+    return getattr(import_module(f"plaudit.config.{_MODULE_OF.get(name, 'supervised')}"), name)

@@ -1,7 +1,7 @@
-"""What a policy is trained by: a name that stands for a published method, and every choice behind the name.
+"""RL algorithms: the name of a published method, and each of its settings.
 
-A name only fills in what the recipe leaves out, from its file in `plaudit/algo/methods`; the resolved recipe shows all
-of it. Imports no torch.
+A name only provides defaults for what the recipe omits, from its file in `plaudit/algo/methods`; the resolved recipe
+shows all of them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plaudit.config.table import NoneByName, NonNegative, Positive, Share, Table
 
 
 def _one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
-    """A Literal whose values are those of the methods there are."""
+    """Validate like a Literal whose values are the registered names."""
 
     def check(value: object) -> object:
         *others, last = names()
@@ -30,17 +30,18 @@ def _one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
 
 
 class KlTable(Table):
-    """Keeping near the reference, which is the policy as it was at first."""
+    """KL penalty towards the reference, the initial policy."""
 
     coef: NonNegative = 0.0
-    """0: no reference is held and none is computed."""
+    """0: no reference is loaded or computed."""
     where: Literal["reward", "loss", "pairs"] = "loss"
-    """pairs: coef is the β of loss = "dpo", which measures its log-ratios from the reference."""
+    """Add the KL to the reward or the loss. pairs: coef is the β of loss = "dpo", whose log-ratios are relative to the
+    reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     straight_through: bool = False
-    """loss: the value of the estimator with the gradient of k2, the only right one on the policy's own samples."""
+    """loss: the estimator's value with k2's gradient, the only unbiased one for on-policy samples."""
     importance: bool = False
-    """loss: weigh it with the ratio to the policy that sampled, which makes k3 unbiased off-policy."""
+    """loss: weight it by the ratio to the sampling policy, which makes k3 unbiased off-policy."""
     target: Positive | None = None
     """Adapt coef towards this KL per response."""
     horizon: PositiveInt = 10_000
@@ -49,41 +50,42 @@ class KlTable(Table):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.target is not None and self.coef == 0:
-            raise ValueError("kl.target adapts kl.coef by factors, and coef = 0 stays 0: set coef above 0")
+            raise ValueError("kl.target multiplies kl.coef by factors, and coef = 0 stays 0: set coef above 0")
         if self.where != "loss" and (self.straight_through or self.importance):
             raise ValueError(
-                f'straight_through and importance shape the gradient of a KL loss; kl.where = "{self.where}" has none'
+                f'straight_through and importance need a KL loss, and kl.where = "{self.where}" has none: set where = '
+                '"loss"'
             )
         return self
 
 
 class ClipTable(Table):
     low: Positive = 0.2
-    """The ratio is kept above 1 - low."""
+    """Lower clip bound of the ratio: 1 - low."""
     high: Positive = 0.2
-    """And under 1 + high."""
+    """Upper clip bound of the ratio: 1 + high."""
     dual: Annotated[float, Field(gt=1)] | None = None
-    """For negative advantages: the ratio counts at most this much."""
+    """Dual clip: maximum ratio for negative advantages."""
     value: Annotated[Positive | None, NoneByName] = 0.2
-    """How far a new value may move from the old one; "none": freely."""
+    """Value clipping: how far a new value may differ from the old one; "none": no clipping."""
 
 
 class AdvantageTable(Table):
     """gae            a critic's temporal differences
-    return         the discounted rewards that follow, without a baseline
-    group          the reward less its group's mean
-    leave-one-out  the reward less the mean of the others in its group
-    branch         in a tree of responses: of each part, what its branch reaches less what its siblings reach
-    best-only      the size of the group for its best, 0 for the others and where all are equal
-    best-worst     1 for the best of the group, -1 for the worst, 0 for the others and where all are equal
-    none           nothing: the reward is measured, and what is learned is the teachers'
+    return         the discounted return, without a baseline
+    group          the reward minus its group's mean
+    leave-one-out  the reward minus the mean of the others in its group
+    branch         in a tree of responses: for each segment, its branch's mean reward minus that of its siblings
+    best-only      the group size for the best of a group, 0 for the others and if all are equal
+    best-worst     1 for the best of a group, -1 for the worst, 0 for the others and if all are equal
+    none           no advantage: the reward is only logged, and the policy learns from teachers
     """
 
     estimator: Annotated[str, _one_of(estimators)] = "group"
     scale: Literal["none", "group", "batch"] = "none"
     """group: divide by the standard deviation of the group's rewards, or of the batch's."""
     whiten: bool = False
-    """To mean 0 and standard deviation 1 over all tokens of the batch."""
+    """Normalise to mean 0 and standard deviation 1 over all tokens of the batch."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -93,44 +95,44 @@ class AdvantageTable(Table):
 
 
 class CorrectionTable(Table):
-    """What is done where the engine that sampled and the learner disagree on a log-prob, or the sample is stale."""
+    """Importance correction for the mismatch between the engine's and the learner's log-probs, or for stale samples."""
 
     mode: Literal["none", "truncate", "mask"] = "none"
     level: Literal["token", "sequence", "geometric"] = "token"
     cap: Positive = 2.0
-    """truncate: weights are at most this. mask: what is above counts nothing."""
+    """truncate: upper bound of weights. mask: weights above are set to 0."""
     floor: NonNegative = 0.0
-    """mask: what is below counts nothing."""
+    """mask: weights below are set to 0."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.floor >= self.cap:
-            raise ValueError(f"floor ({self.floor}) must be under cap ({self.cap})")
+            raise ValueError(f"floor = {self.floor} must be below cap = {self.cap}")
         for name in ("level", "cap", "floor"):
-            # Not whether it was given: a resolved recipe gives them all.
+            # Compare values, not whether keys are set: a resolved recipe sets all of them.
             if self.mode == "none" and (value := getattr(self, name)) != CorrectionTable.model_fields[name].default:
                 raise ValueError(
-                    f'{name} = {value!r} does nothing with mode = "none": set mode to "truncate" or "mask"'
+                    f'{name} = {value!r} has no effect with mode = "none": set mode to "truncate" or "mask"'
                 )
         return self
 
 
 class OverlongTable(Table):
-    """DAPO's soft punishment of responses that come near the length limit."""
+    """DAPO's soft overlong penalty for responses close to the length limit."""
 
     buffer: PositiveInt
-    """Tokens before the limit in which the punishment grows from 0 to factor."""
+    """Tokens before the limit over which the penalty grows from 0 to factor."""
     factor: Positive = 1.0
 
 
 class ShapingTable(Table):
-    """What is done to a reward before it becomes an advantage, in this order."""
+    """Reward shaping before advantages are computed, in this order."""
 
     normalise: bool = False
-    """By the running mean and standard deviation of all rewards so far."""
+    """Normalise by the running mean and standard deviation of all rewards so far."""
     clip: tuple[float, float] | None = None
     length_penalty: NonNegative = 0.0
-    """Taken off per token of the response."""
+    """Subtracted per token of the response."""
     overlong: OverlongTable | None = None
 
     @model_validator(mode="after")
@@ -141,43 +143,43 @@ class ShapingTable(Table):
 
 
 class DynamicTable(Table):
-    """Sample further prompts until a step has its number of groups whose rewards differ."""
+    """Dynamic sampling: sample more prompts until a step has enough groups whose rewards differ."""
 
     rounds: PositiveInt = 8
-    """Give up, and train on what there is, after this many draws of prompts_per_step."""
+    """Maximum rounds of prompts_per_step prompts; afterwards train on the groups collected."""
 
 
 class TeacherTable(Table):
-    """A model that rates what the policy has written, for on-policy distillation."""
+    """A teacher that scores the policy's samples, for on-policy distillation."""
 
     path: str | None = None
-    """A model directory, read in this process with the policy's dtype and device."""
+    """A model directory, loaded in this process with the policy's dtype and device."""
     url: str | None = None
-    """A server of its log-probs in place of that: `plaudit serve`, or SGLang."""
+    """Instead: a server of its log-probs, `plaudit serve` or SGLang."""
     model: str | None = None
-    """url: the name of the model there; without it the first causal LM."""
+    """url: the model's name on the server. Default: the first causal LM."""
     key_env: str | None = None
     """url: the environment variable that holds the server's key."""
     patience: Positive = 600.0
-    """url: seconds to wait for an answer, or for a server that is away, before the run ends."""
+    """url: seconds to wait for a response, or for an unreachable server, before the run ends."""
     weight: Positive = 1.0
-    """Of the KL to this teacher; the reward's advantage has weight 1."""
+    """Weight of the KL to this teacher; the reward's advantage has weight 1."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: the KL is estimated by the sampled token. Above: it is computed over so many tokens, the teacher's likeliest,
-    and all others taken as one."""
+    """0: estimate the KL from the sampled token. Above 0: compute it over this many of the teacher's likeliest tokens,
+    with all others merged into one."""
 
     @model_validator(mode="after")
-    def _one_home(self) -> Self:
+    def _one_source(self) -> Self:
         if (self.path is None) == (self.url is None):
-            raise ValueError("a teacher has one home: give path, a model directory, or url, a server of log-probs")
+            raise ValueError("give a teacher either path, a model directory, or url, a server of log-probs")
         if self.url is None:
             for name in ("model", "key_env"):
                 if (value := getattr(self, name)) is not None:
-                    raise ValueError(f"{name} = {value!r} is for a teacher behind url: leave it out, or give url")
+                    raise ValueError(f"{name} = {value!r} is for a teacher with url: remove it, or set url")
         elif self.top_k:
             raise ValueError(
-                f"top_k = {self.top_k} needs the teacher's likeliest tokens, and {self.url} gives the log-prob of the "
-                "sampled one: leave top_k out, or give path"
+                f"top_k = {self.top_k} needs the teacher's likeliest tokens, and {self.url} returns only the sampled "
+                "token's log-prob: remove top_k, or set path"
             )
         return self
 
@@ -185,32 +187,32 @@ class TeacherTable(Table):
 class RlAlgorithm(Table):
     name: str
     loss: Annotated[str, _one_of(losses)] = "clip"
-    """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence's ratio. cispo: a clipped weight.
-    dpo: that of the best response to a prompt over the worst."""
+    """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence ratio. cispo: a clipped weight. dpo: the
+    best response to a prompt against the worst."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens; over each response's tokens, then responses; or a sum over `constant` per response."""
     constant: Positive | None = None
-    """aggregate = "constant": what a response's sum is divided by. Default: sampling.max_tokens."""
+    """aggregate = "constant": divisor of a response's sum. Default: sampling.max_tokens."""
     advantage: AdvantageTable = AdvantageTable()
     gamma: Share = 1.0
     lam: Share = 0.95
     bootstrap: bool = False
-    """gae: the critic's value after the cut in place of the reward of a response that was cut off, for rewards that say
-    nothing of what was cut. Rewards of single turns still count. Needs gamma below 1."""
+    """gae: use the critic's value at the truncation point instead of the reward of a truncated response, for rewards
+    that are not meaningful for truncated responses. Rewards of single turns still count. Needs gamma below 1."""
     mask_truncated: bool = False
-    """Leave responses that were cut off out of the loss."""
+    """Exclude truncated responses from the loss."""
     clip: ClipTable = ClipTable()
     kl: KlTable = KlTable()
     entropy: NonNegative = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     shaping: ShapingTable = ShapingTable()
     correction: CorrectionTable = CorrectionTable()
     dynamic: Annotated[DynamicTable | None, NoneByName] = None
-    """"none": off, also under a name that turns it on."""
+    """"none": off, even if the named method turns it on."""
     old_logprobs: Literal["learner", "engine"] = "learner"
-    """Whose log-probs the ratio starts from."""
+    """Source of the old log-probs in the ratio."""
     teachers: Mapping[str, TeacherTable] = {}
-    """Models that the policy is drawn towards, by a name of your choice: docs/distillation.md."""
+    """Teachers to distil from, under names of your choice: docs/distillation.md."""
 
     @model_validator(mode="before")
     @classmethod
@@ -222,21 +224,21 @@ class RlAlgorithm(Table):
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.name not in METHODS:
-            raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(METHODS)}")
+            raise ValueError(f"name = {self.name!r}: unknown algorithm; expected one of {', '.join(METHODS)}")
         return self
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
         if self.advantage.estimator == "none" and not self.teachers:
             raise ValueError(
-                'advantage.estimator = "none" learns from teachers alone, and there are none: give one, such as '
+                'advantage.estimator = "none" learns from teachers only, and there are none: add one, such as '
                 '[algorithm.teachers.NAME] with path = "runs/sums-grpo/final"'
             )
         return self
 
     @model_validator(mode="after")
     def _compares(self) -> Self:
-        """What a loss of pairs needs, and what it has no place for."""
+        """Check the settings that a pairwise loss requires and those it cannot use."""
         if not self.paired:
             if self.kl.where == "pairs":
                 raise ValueError(f'kl.where = "pairs" is for loss = "dpo", and loss = "{self.loss}": set it to "loss"')
@@ -259,17 +261,17 @@ class RlAlgorithm(Table):
         ):  # fmt: skip
             if given:
                 raise ValueError(
-                    f'{key} acts on single responses or tokens, and loss = "{self.loss}" on pairs: leave it out'
+                    f'{key} applies to single responses or tokens, and loss = "{self.loss}" to pairs: remove it'
                 )
         return self
 
     @model_validator(mode="after")
     def _settles(self) -> Self:
-        """A critic that learns from its own value behind n tokens has the target r + gamma^n V."""
+        """A bootstrapped critic has the target r + gamma^n V, which has a fixed point only if gamma < 1."""
         if self.bootstrap and self.gamma == 1:
             raise ValueError(
-                "bootstrap = true with gamma = 1: where every response is cut, the critic's target r + V is met by no "
-                "V, and values grow without bound. Leave bootstrap out, or set gamma below 1, such as 0.99"
+                "bootstrap = true with gamma = 1: if every response is truncated, the critic's target r + V has no "
+                "fixed point, and values grow without bound. Remove bootstrap, or set gamma below 1, such as 0.99"
             )
         return self
 
@@ -283,15 +285,15 @@ class RlAlgorithm(Table):
 
     @property
     def paired(self) -> bool:
-        """Whether the best response to a prompt and the worst are learned from, and no others."""
+        """Whether the loss uses only the best and the worst response to a prompt."""
         return losses()[self.loss].pairs
 
     def by_token(self) -> list[float]:
-        """The weights of the teachers that rate the sampled token."""
+        """Return the weights of the teachers that score the sampled token."""
         return [teacher.weight for teacher in self.teachers.values() if not teacher.top_k]
 
     def by_top_k(self) -> list[tuple[int, float]]:
-        """Of the others, how many tokens each rates, and its weight."""
+        """Return (top_k, weight) of the teachers that score their top_k tokens."""
         return [(teacher.top_k, teacher.weight) for teacher in self.teachers.values() if teacher.top_k]
 
     @property
@@ -300,7 +302,7 @@ class RlAlgorithm(Table):
 
 
 def over(base: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `base`, table by table."""
+    """Merge `above` into `base`, table by table; `above` takes precedence."""
     merged = dict(base)
     for key, value in above.items():
         below = merged.get(key)

@@ -1,6 +1,6 @@
-"""How a process model's input is written and where its step scores are read. A format is data, not a class.
+"""Process model formats: how the input is written and where step scores are read. A format is data, not a class.
 
-The built-in ones follow, in this order:
+The built-in formats, in this order:
 
     plain             `plaudit train` with task = "prm"
     math-shepherd     the model card of peiyi9979/math-shepherd-mistral-7b-prm (arXiv 2312.08935)
@@ -22,49 +22,55 @@ from plaudit.errors import nearest
 
 class FormatTable(Table):
     chat: Literal["never", "given", "answer", "turns"] = "given"
-    """never: no chat template; given: for prompts that come as messages; answer: always, the steps being the
-    assistant's answer; turns: every step is a user's turn that the assistant answers with the tag."""
+    """never: no chat template; given: for prompts given as messages; answer: always, with the steps as the
+    assistant's answer; turns: every step is a user turn that the assistant answers with the tag."""
     system: str | None = None
-    """System message put before a prompt that has none."""
+    """System message for a prompt that has none."""
     bos: bool = False
-    """Begin with the begin token also where the tokenizer by itself would not."""
+    """Add the BOS token even if the tokenizer does not by default."""
     prompt: str = "{prompt}"
     split: str = "\n\n"
-    """What ends a step in a response that comes whole."""
+    """The text that ends a step, for splitting whole responses."""
     keep: bool = True
     """Whether that text stays part of the step."""
     strip: bool = False
-    """Whether steps lose the white space around them."""
+    """Whether surrounding white space is stripped from steps."""
     step: str = "{step}"
     tag: str | None = None
     """Written after every step."""
     after: str = ""
     """Written between a tag and the next step."""
     joined: bool = False
-    """Tokenised as one text, as the model was trained; otherwise prompt, steps and tags are tokenised apart."""
+    """Tokenise as one text, as the model was trained; otherwise prompt, steps and tags are tokenised separately."""
     end: bool = True
-    """Whether a response whose last step `split` does not end is finished: the end token follows, and the last step is
-    read there."""
+    """Whether a response whose last step does not end with `split` is finished: the EOS token is added, and the last
+    step's score is read there."""
     read: Literal["last", "tag", "before"] = "last"
-    """At the last token of the step, at the last token of the tag, or at the token before the tag."""
+    """Where scores are read: at the last token of the step, the last token of the tag, or the token before the tag."""
     columns: tuple[str | int, ...] = ()
-    """Of a causal LM: the tokens whose logits are read, the good one first. A text stands for its last token."""
+    """Causal LM: the tokens whose logits are read, the one for a correct step first. A text stands for its last
+    token."""
     label: str | None = None
-    """Of a class head: the label that means right; the last one without it."""
+    """Classification head: the label for a correct step. Default: the last one."""
     activation: Literal["softmax", "sigmoid", "mean-sigmoid", "none"] = "softmax"
     tiled: bool = False
-    """The rows of the vocabulary head repeat those of `columns` all the way; checked when the model is loaded."""
+    """Whether the rows of the vocabulary head repeat those of `columns` throughout; checked at model load."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if "{prompt}" not in self.prompt or "{step}" not in self.step:
-            raise ValueError(f"prompt needs a {{prompt}} and step a {{step}}, found {self.prompt!r} and {self.step!r}")
+            raise ValueError(
+                f"prompt = {self.prompt!r} must contain {{prompt}}, and step = {self.step!r} must contain {{step}}"
+            )
         if not self.split:
-            raise ValueError('split is empty; give the text that ends a step, such as "\\n\\n"')
+            raise ValueError('split is empty; set it to the text that ends a step, such as "\\n\\n"')
         if self.tag == "":
-            raise ValueError("tag is empty; leave it out to read at the last token of a step")
+            raise ValueError("tag is empty; remove it to read scores at the last token of a step")
         if (self.read == "last") != (self.tag is None):
-            raise ValueError(f'read = "{self.read}" and tag = {self.tag!r}: with a tag read "tag" or "before"')
+            raise ValueError(
+                f'read = "{self.read}" and tag = {self.tag!r}: with a tag, read must be "tag" or "before"; without '
+                'one, "last"'
+            )
         if self.end and self.tag is not None:
             raise ValueError("end = true is for steps without a tag; set end = false")
         if self.joined and (self.chat != "never" or self.tag is None or self.read != "tag"):
@@ -72,7 +78,7 @@ class FormatTable(Table):
         if self.chat == "turns" and self.read != "before":
             raise ValueError('chat = "turns" needs a tag and read = "before"')
         if self.columns and self.label is not None:
-            raise ValueError("columns are of a causal LM and label is of a class head: give one of them")
+            raise ValueError("columns are for a causal LM and label is for a classification head: give one of them")
         return self
 
 

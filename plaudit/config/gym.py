@@ -1,13 +1,13 @@
-"""Tasks of reasoning-gym whose scorers run code that stands in a response or an item. They run in the sandbox, in a
-process for each response, and are refused outside it. As of reasoning-gym 0.1.25; `tests/train/test_gym.py` compares
-with what is installed."""
+"""reasoning-gym tasks whose scorers execute code contained in a response or a dataset item. They run in the sandbox,
+with one process per response, and are refused without it. The list is for reasoning-gym 0.1.25;
+`tests/train/test_gym.py` compares it with the installed version."""
 
 from __future__ import annotations
 
 EVALUATE = {
     "binary_matrix": "eval of the answer",
     "bitwise_arithmetic": "eval of the item's problem",
-    "composite": "it hands answers to any other task",
+    "composite": "it passes answers to any other task",
     "countdown": "sympy's parse_expr, which is eval, of the answer",
     "intermediate_integration": "sympy's parse_expr, which is eval, of the answer and the item's integrand",
     "n_queens": "eval of the answer",
@@ -21,10 +21,10 @@ EVALUATE = {
 
 
 def refusal(task: str) -> str:
-    """Why a task is refused; "" if it is not."""
+    """Return why a task is refused, or "" if it is allowed."""
     if task not in EVALUATE:
         return ""
     return (
-        f"the gym task {task!r} is refused: its scorer would run code that stands in a response or an item "
-        f"({EVALUATE[task]}), and this rule has no sandbox; remove sandbox = false, or take another task"
+        f"the gym task {task!r} is refused: its scorer would execute code from a response or an item "
+        f"({EVALUATE[task]}), and this rule runs without a sandbox; remove sandbox = false, or choose another task"
     )

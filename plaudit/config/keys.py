@@ -1,4 +1,4 @@
-"""The keys of a server's callers: a TOML file with a table per key, which holds its hash and never the key itself."""
+"""A server's API keys: a TOML file with one table per key, which stores the key's hash and never the key itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from plaudit.errors import ConfigError
 
 Role = Literal["score", "metrics", "admin"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-RESERVED = ("admin", "anonymous")  # the holder of --admin-key, and callers without a key
+RESERVED = ("admin", "anonymous")  # the client with --admin-key, and clients without a key
 DURATION = re.compile(r"([1-9][0-9]{0,4})([dh])")
 
 
 def _moment(value: Any) -> Any:
-    """A date is its first moment; what names no zone is UTC."""
+    """Convert a date to midnight of that day; a datetime without a time zone is UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
@@ -29,7 +29,7 @@ def _moment(value: Any) -> Any:
 
 class KeyTable(Table):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the key. Without salt: a key is 32 random bytes, which nobody finds by trying."""
+    """Hash of the key, unsalted: a key is 32 random bytes, which cannot be guessed."""
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("score",)
     expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
     requests_per_minute: PositiveInt | None = None
@@ -59,7 +59,7 @@ def parse_keys(tree: Mapping[str, Any], source: str) -> dict[str, KeyTable]:
     holders: dict[str, str] = {}
     for name, entry in tree.items():
         if name in RESERVED:
-            raise ConfigError(f"{source}: {name!r} is the server's own name for some callers; choose another")
+            raise ConfigError(f"{source}: the name {name!r} is reserved by the server; choose another")
         if not NAME.fullmatch(name):
             raise ConfigError(f"{source}: {name!r} cannot be the name of a key: letters, digits, '.', '_' and '-'")
         if not isinstance(entry, dict):
@@ -72,7 +72,7 @@ def parse_keys(tree: Mapping[str, Any], source: str) -> dict[str, KeyTable]:
 
 
 def parse_expiry(text: str) -> datetime:
-    """From now, as 90d or 12h; or an ISO date, with a time if wanted."""
+    """Parse a duration from now (90d, 12h) or an ISO date with an optional time."""
     if match := DURATION.fullmatch(text):
         hours = int(match[1]) * (24 if match[2] == "d" else 1)
         return datetime.now(UTC).replace(microsecond=0) + timedelta(hours=hours)

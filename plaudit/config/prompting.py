@@ -1,5 +1,4 @@
-"""What a model is asked, and how: keys that RL and search have in common; and how RL samples what it answers. Imports
-no torch."""
+"""Prompt formatting keys shared by RL and search, and RL's sampling parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ class AskingTable(Table):
     gym: str | None = None
     """The name of a reasoning-gym task (extra `verify`)."""
     gym_options: Mapping[str, Any] = {}
-    """gym: the task's own settings, such as max_value."""
+    """gym: settings of the task, such as max_value."""
     chat: bool = False
-    """A plain prompt becomes the user's message in the model's chat template."""
+    """Put a plain prompt into the model's chat template as the user message."""
     system: str | None = None
-    """With chat: the system message before it."""
+    """With chat: the system message."""
     shots: tuple[tuple[str, str], ...] = ()
-    """With chat: questions and answers before it, as turns of the conversation, for a model that needs to be shown."""
+    """With chat: few-shot examples, pairs of question and answer, as earlier turns of the conversation."""
 
     @model_validator(mode="after")
     def _in_a_chat(self) -> Self:
@@ -36,10 +35,10 @@ class AskingTable(Table):
 
 
 class EvalSamplingTable(Table):
-    """How held-out prompts are answered; what is left out is as in training."""
+    """Sampling parameters for held-out prompts; omitted keys are as in training."""
 
     temperature: NonNegative | None = None
-    """0: the likeliest token each time."""
+    """0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     max_tokens: PositiveInt | None = None
@@ -48,7 +47,7 @@ class EvalSamplingTable(Table):
     def _matters(self) -> Self:
         for name, off in (("top_p", 1), ("top_k", 0)):
             if self.temperature == 0 and (value := getattr(self, name)) not in (None, off):
-                raise ValueError(f"temperature = 0 takes the likeliest token: leave out {name} = {value:g}")
+                raise ValueError(f"temperature = 0 is greedy decoding, which ignores {name} = {value:g}: remove {name}")
         return self
 
 
@@ -59,8 +58,9 @@ class SamplingTable(Table):
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     branch: tuple[PositiveInt, ...] = ()
-    """[2, 2, 2]: the responses to a prompt are a tree. Two first steps, two second ones behind each, two ends behind
-    each of these, 8 responses in all. Without it each is sampled on its own, as held-out prompts' are in any case."""
+    """[2, 2, 2]: the responses to a prompt form a tree: two first steps, two second steps after each, two endings after
+    each of these, 8 responses in total. Default: responses are sampled independently, as they always are for held-out
+    prompts."""
     step: str = "\n"
     """branch and [search]: the text that ends a step."""
     eval: EvalSamplingTable | None = None
@@ -72,20 +72,21 @@ class SamplingTable(Table):
         return self
 
     def check_step(self) -> None:
-        """ValueError if `step` cannot end a step."""
+        """Raise ValueError if `step` cannot delimit steps."""
         if not self.step or any(self.step in stop for stop in self.stop):
             raise ValueError(
-                f"step = {self.step!r} must end a step, not a response: it is empty or in stop = {self.stop}"
+                f"step = {self.step!r} must delimit steps without ending the response, and it is empty or part of stop "
+                f"= {self.stop}: change one of them"
             )
 
     @property
     def truncation(self) -> str:
-        """What cuts the distribution that is learned from, in words; "" where nothing does."""
-        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": self.top_k or None}
-        return " and ".join(f"sampling.{name} = {cut:g}" for name, cut in cuts.items() if cut is not None)
+        """Describe the settings that truncate the sampled distribution; "" if there are none."""
+        limits = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": self.top_k or None}
+        return " and ".join(f"sampling.{name} = {limit:g}" for name, limit in limits.items() if limit is not None)
 
     def evaluating(self) -> SamplingTable:
-        """As this, with what `eval` says otherwise."""
+        """Return the sampling parameters for evaluation: these, overridden by `eval`."""
         own = {} if self.eval is None else self.eval.model_dump(exclude_none=True)
-        greedy = {"top_p": 1.0, "top_k": 0} if own.get("temperature") == 0 else {}  # training's cannot matter then
+        greedy = {"top_p": 1.0, "top_k": 0} if own.get("temperature") == 0 else {}  # training's are ignored
         return self.model_copy(update=own | greedy)

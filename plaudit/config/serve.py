@@ -1,4 +1,4 @@
-"""How a reward server is set up: `serve.toml` and the flags of `plaudit serve`. Imports no torch."""
+"""Configuration of a reward server: `serve.toml` and the flags of `plaudit serve`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ from plaudit.config.table import Positive, Table, check, read_toml
 from plaudit.errors import ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-ATTRIBUTES = "/attributes"  # behind a model's name in an alias: its labels one by one
-NO_SCORE = ("blend", "logprobs", "embedding")  # what a blend cannot have as a member
+ATTRIBUTES = "/attributes"  # suffix of a model's name in an alias: one value per label
+NO_SCORE = ("blend", "logprobs", "embedding")  # kinds that cannot be members of a blend
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
 class LimitsTable(Table):
     body_bytes: PositiveInt = 64 * 2**20
-    """Of one request, unpacked."""
+    """Decompressed size of one request."""
     buffered_bytes: PositiveInt = 512 * 2**20
-    """Of all requests that are being read or answered."""
+    """Total size of all requests in progress."""
     body_seconds: Positive = 30.0
     request_seconds: Positive = 600.0
-    """The most a request may take; X-Deadline can only shorten it."""
+    """Maximum duration of a request; X-Deadline can only shorten it."""
     items: PositiveInt = 4096
     """Responses in one request."""
     queued_tokens: PositiveInt = 4_000_000
-    """Tokens that are accepted and not yet answered."""
+    """Tokens of accepted requests that are not finished."""
     connections: PositiveInt = 4096
     header_bytes: PositiveInt = 64 * 1024
     headers: PositiveInt = 100
     header_seconds: Positive = 10.0
     write_seconds: Positive = 60.0
-    """Without a byte taken of its reply, a client is dropped."""
+    """A client that reads no byte of its reply for this long is disconnected."""
     load_seconds: Positive = 1800.0
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
-    """Scores kept for items that come again; 0: none."""
+    """Size of the cache of scores for repeated items; 0: off."""
 
 
 class ListenTable(Table):
-    """What every server has: where it listens, who may call it, how much it takes."""
+    """Settings of every server: addresses, authentication, limits."""
 
     host: str = "127.0.0.1"
     port: Port = 5555
-    """0 takes a free one."""
+    """0: any free port."""
     uds: str | None = None
-    """The path of a unix socket to listen on in place of host and port."""
+    """Path of a Unix socket to listen on instead of host and port."""
     tls_cert: str | None = None
-    """PEM: the server's certificate and those between it and its CA."""
+    """PEM: the server's certificate and its intermediate certificates."""
     tls_key: str | None = None
     tls_ca: str | None = None
-    """PEM: only clients with a certificate of this CA are let in (mutual TLS)."""
+    """PEM: accept only clients with a certificate of this CA (mutual TLS)."""
     grpc_port: Port | None = None
     """A second port for gRPC, on the same host and with the same TLS."""
     health_port: Port | None = None
-    """A second port on which a thread of its own answers /health/live."""
+    """A second port on which a separate thread serves /health/live."""
     api_keys: Mapping[str, str] = {}
-    """Holder -> key. Holders share the server fairly."""
+    """Client name -> key. The server is shared fairly between clients."""
     api_key_file: str | None = None
-    """A TOML file of hashed keys with roles, expiry and quotas, which is read again when it changes."""
+    """A TOML file of hashed keys with roles, expiry and quotas; it is reloaded when it changes."""
     admin_key: str | None = None
     allow_open: tuple[str, ...] = ()
-    """Protocols that need no key though the address is not loopback, or though there are keys."""
+    """Protocols that need no key even if the address is not loopback or keys are configured."""
     overload_status: Literal[503, 429] = 503
     drain_delay: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds from a signal to the drain, in which the server is not ready and still takes work: load balancers notice
-    first."""
+    """Seconds between a termination signal and the drain, in which the server reports not ready and still accepts
+    requests, so that load balancers can react."""
     drain_seconds: Positive = 30.0
     log: Literal["errors", "requests"] = "errors"
     limits: LimitsTable = LimitsTable()
@@ -82,7 +82,7 @@ class ListenTable(Table):
         for holder, key in keys.items():
             checked_key(key, f"the API key of {holder!r}")
         if len(set(keys.values())) < len(keys):
-            raise ValueError("two holders have the same API key; give each their own")
+            raise ValueError("two clients have the same API key; give each its own")
         return keys
 
     @field_validator("admin_key")
@@ -96,7 +96,7 @@ class ListenTable(Table):
 
     @property
     def private(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether the server is reachable from this machine only."""
         return self.uds is not None or loopback(self.host)
 
     def address(self, port: int) -> str:
@@ -110,9 +110,9 @@ class ListenTable(Table):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together; give both")
         if self.tls_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_ca asks clients for certificates, and there is no TLS; give tls_cert and tls_key too")
+            raise ValueError("tls_ca requires client certificates, which need TLS; give tls_cert and tls_key too")
         if self.uds is not None and self.tls_cert is not None:
-            raise ValueError("TLS is for host and port, and uds takes their place; leave out one of them")
+            raise ValueError("TLS is for host and port, and uds replaces them; remove tls_cert and tls_key, or uds")
         return self
 
     @model_validator(mode="after")
@@ -125,30 +125,32 @@ class ListenTable(Table):
 class ServeTable(ListenTable):
     models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
     protocols: tuple[str, ...] | None = None
-    """Protocols beside the native one; all of them without it."""
+    """Protocols besides the native one. Default: all."""
     aliases: Mapping[str, str] = {}
-    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`.
-    Of `MODEL/attributes` Triton's clients get a column for every label in place of one reward."""
+    """Alias -> model. Protocols whose requests name no model use `reward_model` or `process_model`. For
+    `MODEL/attributes` Triton clients get one column per label instead of one reward."""
     ray: str | None = None
-    """Workers are kept by Ray Serve: "local" starts a Ray on this machine, else the address of one, such as "auto"."""
+    """Run workers on Ray Serve: "local" starts Ray on this machine; else the address of a cluster, such as "auto"."""
     search: SearchServiceTable = SearchServiceTable()
-    """What /v1/search, and a chat that asks for a search, may be asked for."""
+    """Settings and limits of /v1/search and of chat requests with a search."""
     model_root: str | None = None
-    """Models that are swapped in must lie under this directory."""
+    """Models swapped in at run time must be under this directory."""
     state_file: str | None = None
-    """Swaps are kept here over a restart; None: a new server serves what its configuration says."""
+    """File that keeps swaps across restarts. Default: a restarted server serves its configuration."""
     _explicit: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     def explicit(self, name: str) -> dict[str, Any]:
-        """The keys of a model that the operator set, in the file or by flags. The rest of its table comes from the
-        model's directory, and goes with it when another is swapped in."""
+        """Return the keys of a model that the operator set, in the file or by flags. The rest of its table comes from
+        the model's directory, and is replaced when another model is swapped in."""
         return dict(self._explicit.get(name, {}))
 
     @model_validator(mode="after")
     def _aliases(self) -> Self:
         for alias, name in self.aliases.items():
             if alias in self.models or name.removesuffix(ATTRIBUTES) not in self.models:
-                raise ValueError(f"aliases: {alias} = {name!r} must give a new name to a model that is served")
+                raise ValueError(
+                    f"aliases: {alias} = {name!r} must be a new name for a served model: {', '.join(self.models)}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -194,7 +196,8 @@ _SERVE: TypeAdapter[ServeTable] = TypeAdapter(ServeTable)
 def parse_serve(
     tree: Mapping[str, Any], source: str, explicit: Mapping[str, Mapping[str, Any]] | None = None
 ) -> ServeTable:
-    """`explicit`: of each model what the operator set, where the tree has more; without it the tree's own entries."""
+    """Validate a server configuration. `explicit` gives the keys per model that the operator set, if the tree contains
+    more; by default those of the tree."""
     table: ServeTable = check(_SERVE, tree, source, ServeTable, KINDS)
     entries = tree["models"] if explicit is None else explicit
     table._explicit.update({name: dict(entry) for name, entry in entries.items()})

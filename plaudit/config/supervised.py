@@ -1,5 +1,4 @@
-"""The tables that recipes have in common, and the recipes of learning from examples: SFT, preferences, reward and
-process models."""
+"""Tables shared by all recipes, and the recipes of supervised training: SFT, preferences, reward and process models."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from plaudit.config.world import World
 
 
 class NewModel(Table):
-    """A Llama-shaped model trained from nothing."""
+    """A randomly initialised Llama-shaped model."""
 
     hidden: PositiveInt = 64
     layers: PositiveInt = 2
@@ -42,7 +41,7 @@ class ModelTable(Table):
     new: NewModel | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
-    """auto takes the GPU if there is one."""
+    """auto: the GPU if there is one."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -52,44 +51,44 @@ class ModelTable(Table):
 
 
 class LoraTable(Table):
-    """Train small matrices beside the weights (extra `lora`). The reference is the model without them."""
+    """LoRA adapters (extra `lora`). The reference is the model without them."""
 
     rank: PositiveInt = 16
     alpha: Positive = 32.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of layers, or all but the output head; of a mixture of experts the latter are those of its attention."""
+    """Names of linear layers, or all but the output head; for a mixture of experts all-linear is its attention's."""
 
 
 class PolicyModelTable(ModelTable):
     lora: LoraTable | None = None
     recompute: bool = False
-    """Keep a layer's input alone in the forward pass and compute the rest again in the backward: less memory."""
+    """Activation checkpointing: keep only each layer's input and recompute the rest in the backward pass."""
 
     @model_validator(mode="after")
     def _has_a_base(self) -> Self:
         if self.lora is not None and self.path is None:
-            raise ValueError("model.lora trains beside given weights: give model.path in place of [model.new]")
+            raise ValueError("model.lora trains adapters of existing weights: set model.path instead of [model.new]")
         return self
 
 
 class SumsTable(Table):
-    """The sums world: how hard its chains are and how its demonstrations go wrong."""
+    """The sums world: difficulty of its problems and error rates of its demonstrations."""
 
     operands: tuple[PositiveInt, PositiveInt] = (3, 5)
     """Fewest and most numbers in a chain."""
     digits: PositiveInt = 1
     hard_share: Share = 0.0
-    """Part of the training problems that come from the long chains of sums-hard."""
+    """Fraction of training problems taken from the long chains of sums-hard."""
     slip: Share = 0.05
-    """Chance that a step's result is off."""
+    """Probability that a step's result is wrong."""
     habit: Share = 0.8
-    """Chance that the demonstrator drops the carry where he is used to (adding 7)."""
+    """Probability that a demonstration drops the carry in its systematic error (adding 7)."""
     ramble: Share = 0.1
-    """Chance of a true but needless step before each step."""
+    """Probability of a correct but unnecessary step before each step."""
     near: Share = 0.0
-    """Part of a judge's training items that are near misses: one result, or the answer, off by one."""
+    """Reward model training: fraction of items that are near misses, with one result or the answer off by one."""
     near_from: NonNegativeInt = 0
-    """The item from which on near misses come: a judge learns the coarse check first and the exact one from there."""
+    """Index of the first item that may be a near miss: the model learns the coarse check first, then the exact one."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -104,7 +103,7 @@ class DataTable(Table):
     path: str | None = None
     """A .jsonl or .parquet file."""
     eval_path: str | None = None
-    """Held-out items; without it the last tenth of `path` (at most eval_items) is held out."""
+    """Held-out items. Default: the last tenth of `path` (at most eval_items)."""
     limit: PositiveInt | None = None
     eval_items: PositiveInt = 500
     sums: SumsTable = SumsTable()
@@ -121,11 +120,12 @@ class DataTable(Table):
 
 class PreferenceData(DataTable):
     problems: PositiveInt = 1000
-    """Of a world: how many problems the policy is asked for responses to learn from."""
+    """world: number of problems that the policy samples responses to."""
     samples: Annotated[int, Field(ge=2)] = 8
-    """Of a world: responses to each problem, drawn from the policy at temperature 1. Right ones over wrong ones."""
+    """world: responses per problem, sampled from the policy at temperature 1. Correct ones are preferred to wrong
+    ones."""
     pairs: PositiveInt = 4
-    """Of a world: most pairs of one problem."""
+    """world: maximum pairs per problem."""
 
     def without_meaning(self) -> set[str]:
         return {"sums", "problems", "samples", "pairs"} if self.world is None else set()
@@ -137,11 +137,11 @@ class CheckpointTable(Table):
 
 
 class TrainTable(Table):
-    """How the weights move, whatever the loss is."""
+    """Optimisation settings of every kind of training."""
 
     steps: PositiveInt
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens in one forward pass. Moves memory and time, never the gradient."""
+    """Maximum tokens in one forward pass. Affects memory and time, never the gradient."""
     lr: Positive
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     final_lr_share: Share = 0.05
@@ -150,27 +150,29 @@ class TrainTable(Table):
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip_norm: Positive = 1.0
     deterministic: bool = True
-    """On a GPU: gradients with the same bits each time. false lets torch add up in any order."""
+    """GPU: bit-identical gradients in every run. false lets torch sum in any order."""
     offload_optimizer: bool = False
-    """Adam's moments and the float32 weights wait in host memory and pass through the GPU piece by piece in each step:
-    12 bytes a weight less there. The same bits. Over several ranks each keeps those of its shards."""
+    """Keep Adam's moments and the float32 weights in host memory and stream them through the GPU in each step: saves 12
+    bytes per weight there. Results are bit-identical. Over several ranks each rank keeps those of its shards."""
     threads: PositiveInt | None = None
-    """CPU threads; torch's own choice without it. Supervised training of a model narrower than 192 in float32 gives
-    each thread a part of the batch; other small models train no faster with more than one."""
+    """CPU threads. Default: torch's. Supervised training of a float32 model with hidden size below 192 gives each
+    thread a part of the batch; other small models train no faster with more than one."""
     eval_every: PositiveInt = 200
     checkpoint: CheckpointTable = CheckpointTable()
 
 
 class SupervisedTrain(TrainTable):
     batch: PositiveInt
-    """Items per step: demonstrations, pairs or judged solutions."""
+    """Items per step: demonstrations, pairs or labelled solutions."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: steps of weight matrices are made orthogonal, at rates like AdamW's; the rest is stepped by AdamW."""
+    """muon: orthogonalised updates for weight matrices, at learning rates like AdamW's; AdamW for the rest."""
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         if self.optimizer == "muon" and self.offload_optimizer:
-            raise ValueError('train.optimizer = "muon" needs whole matrices: set train.offload_optimizer = false')
+            raise ValueError(
+                'train.optimizer = "muon" needs whole matrices on the device: set train.offload_optimizer = false'
+            )
         return self
 
 
@@ -183,7 +185,7 @@ class BradleyTerry(Table):
 
     name: Literal["bradley-terry"] = "bradley-terry"
     use_margins: bool = False
-    """Ask for a lead of the item's own `margin`."""
+    """Require the score difference to exceed the item's `margin`."""
     centring: NonNegative = 0.01
     """Weight of the penalty (chosen + rejected)², which keeps scores around zero."""
 
@@ -200,21 +202,21 @@ class StepsAlgorithm(Table):
 
     name: Literal["steps"] = "steps"
     split: Annotated[str, Field(min_length=1)] | None = None
-    """The text that ends a step, saved with the model: whole responses are then split as in its training. Without it
-    that of the world, or a blank line."""
+    """The text that ends a step, saved with the model so that whole responses are split as in training. Default: that
+    of the world, or a blank line."""
 
 
 class PreferenceAlgorithm(Table):
     name: str = "dpo"
     beta: Positive
-    """How much a lead counts; how near to the reference the policy stays where there is one."""
+    """Scale of the preference margin; with a reference, how close the policy stays to it."""
     gamma: NonNegative | None = None
-    """SimPO: the lead that is asked of the chosen response."""
+    """SimPO: target margin of the chosen response."""
     desirable: NonNegative | None = None
-    """KTO: what a response with label true counts."""
+    """KTO: weight of a response with label true."""
     undesirable: NonNegative | None = None
     prompt_loss: bool | None = None
-    """ORPO: whether the SFT term is over the prompt too."""
+    """ORPO: whether the SFT term includes the prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -223,10 +225,12 @@ class PreferenceAlgorithm(Table):
             return table
         name = table.get("name", "dpo")
         if not isinstance(name, str) or name not in PREFERENCE_METHODS:
-            raise ValueError(f"name = {name!r} is no preference method; there are {', '.join(PREFERENCE_METHODS)}")
+            raise ValueError(
+                f"name = {name!r}: unknown preference method; expected one of {', '.join(PREFERENCE_METHODS)}"
+            )
         preset = PREFERENCE_METHODS[name].preset
         for key in cls.model_fields.keys() & table.keys() - {"name", *preset}:
-            raise ValueError(f"{key} is no key of {name}, which has {', '.join(preset)}: leave it out")
+            raise ValueError(f"{key} does not apply to {name}, whose keys are {', '.join(preset)}: remove it")
         return {**preset, **table}
 
     @property
@@ -249,8 +253,8 @@ class SupervisedRecipe(BaseRecipe):
     def _can_be_shared(self) -> Self:
         if self.resources.ranks > 1 and self.train.optimizer == "muon":
             raise ValueError(
-                f'train.optimizer = "muon" needs whole matrices, and resources name {self.resources.ranks} ranks, '
-                'which have parts of them: set optimizer = "adamw"'
+                f'train.optimizer = "muon" needs whole matrices, and resources set {self.resources.ranks} ranks, '
+                'which have shards of them: set optimizer = "adamw"'
             )
         return self
 
@@ -262,7 +266,7 @@ class SftRecipe(SupervisedRecipe):
 
 
 def algorithm_by_name(table: Any) -> str | None:
-    """Which reward algorithm a table means: the first one unless it says otherwise."""
+    """Return the name of a table's reward algorithm; the default is the first one."""
     if isinstance(table, Mapping):
         return str(table.get("name", "bradley-terry"))
     return getattr(table, "name", None)
@@ -288,7 +292,7 @@ class PreferenceRecipe(SupervisedRecipe):
     algorithm: PreferenceAlgorithm = PreferenceAlgorithm.model_validate({})
 
     @model_validator(mode="after")
-    def _answers_already(self) -> Self:
+    def _policy_exists(self) -> Self:
         if self.model.path is None:
-            raise ValueError("model.new has no responses to prefer among: give model.path, a policy after SFT")
+            raise ValueError("preference training needs a policy that can generate: set model.path to one after SFT")
         return self

@@ -1,6 +1,7 @@
-"""What every configuration has in common: typed tables, TOML in and out, and messages that name the key and the cure.
+"""Typed configuration tables, TOML reading and writing, and error messages that name the key and the fix.
 
-An unknown key is refused with the nearest right one, a wrong value with the key, the value and what was expected.
+An error for an unknown key suggests the nearest valid one; an error for a wrong value names the key, the value and what
+is expected.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-# TOML has no null: where a key left out means something else than nothing, nothing is written "none".
+# TOML has no null: where an omitted key has a default other than None, None is written "none".
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 
 
@@ -30,14 +31,14 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def filled_in(self) -> set[str]:
-        """The keys that are not none when they are left out."""
+        """Return the keys whose default is not None."""
         return {
             name for name, field in type(self).model_fields.items() if field.default not in (None, PydanticUndefined)
         }
 
     def without_meaning(self) -> set[str]:
-        """The keys that say nothing beside the others, such as those of a world where the data is a file. They are not
-        written where they have their defaults."""
+        """Return the keys that have no effect given the others, such as a world's keys when the data is a file. They
+        are not written when they have their default values."""
         return set()
 
 
@@ -56,8 +57,8 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
 def check(
     adapter: TypeAdapter[Any], tree: Mapping[str, Any], source: str, root: type[BaseModel], tags: Collection[str] = ()
 ) -> Any:
-    """The typed tree of `tree`. `root` is the table in which a message looks up keys; `tags` are the names by which
-    unions of tables are told apart: they stand in pydantic's locations and are no keys of the user's."""
+    """Validate `tree` and return it typed. `root` is the table whose keys error messages suggest; `tags` are the
+    discriminator values of table unions, which appear in pydantic's error locations and are not keys."""
     try:
         return adapter.validate_python(_tuples(tree))
     except ValidationError as error:
@@ -65,7 +66,7 @@ def check(
 
 
 def _tuples(value: Any) -> Any:
-    """TOML has lists where the tree, being frozen, has tuples."""
+    """Convert TOML's lists to tuples, which the frozen tree has."""
     if isinstance(value, Mapping):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
@@ -79,7 +80,7 @@ def apply(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         value = text.strip()
-        if value[:1] in ('"', "'"):  # meant as TOML: the quotes would become part of the text
+        if value[:1] in ('"', "'"):  # intended as TOML: the quotes would become part of the text
             raise ConfigError(
                 f"--set {override!r}: {value} is not valid TOML ({error}); leave the quotes out, or double backslashes"
             ) from None
@@ -87,7 +88,7 @@ def apply(tree: dict[str, Any], override: str) -> None:
 
 
 def put(tree: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set one key of a tree, by its dotted name."""
+    """Set one key of a tree by its dotted name."""
     parts = key.split(".")
     if not all(parts):
         raise ConfigError(f"{source} is not of the form table.key=value")
@@ -122,7 +123,7 @@ def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) 
 
 
 def _discriminator(error: ErrorDetails) -> str:
-    """The key that tells the tables of a union apart; where a function does, its name ends with the key's."""
+    """Return the key that discriminates a union; a discriminator function's name ends with the key's name."""
     discriminator = str(error.get("ctx", {}).get("discriminator", "name")).strip("'()")
     return discriminator.rpartition("_by_")[2]
 
@@ -137,11 +138,11 @@ def _keys_beside(root: type[BaseModel], location: list[str]) -> Iterator[str]:
 
 
 def _dotted_keys(table: type[BaseModel], before: str = "") -> Iterator[str]:
-    """All keys of a table and of those in it: what a reader may have meant who left out the table's name."""
+    """Yield all keys of a table and its subtables: candidates for a key whose table name was omitted."""
     for name, field in table.model_fields.items():
         yield before + name
         for nested in _tables_in(field.annotation):
-            if not issubclass(nested, table):  # a table of tables of its own kind has the same keys
+            if not issubclass(nested, table):  # a recursive table has the same keys
                 yield from _dotted_keys(nested, f"{before}{name}.")
 
 
@@ -153,7 +154,7 @@ def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def to_toml(table: BaseModel | Mapping[str, Any]) -> str:
-    """The resolved configuration as TOML that reads back to the same tree."""
+    """Return the resolved configuration as TOML that parses to the same tree."""
     tree = _written(table) if isinstance(table, BaseModel) else table
     return "\n".join(_toml_lines(tree, ())).lstrip("\n") + "\n"
 
@@ -199,7 +200,7 @@ def _toml_value(value: Any) -> str:
 
 
 def differences(old: BaseModel, new: BaseModel, ignore: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ, as {"a.b": (old, new)}."""
+    """Return the keys whose values differ, as {"a.b": (old, new)}."""
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
     return {
         key: (before.get(key), after.get(key))

@@ -1,4 +1,4 @@
-"""The names of the built-in worlds, so that a recipe with another one is refused when it is read."""
+"""The names of the built-in worlds; a recipe with any other name is rejected when it is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on disk: find, check, load, save and import them. Names resolve on first use, so `catalog` costs no torch."""
+"""Models on disk: resolve, check, load, save and import. Names are imported on first use: `catalog` needs no torch."""
 
 from __future__ import annotations
 

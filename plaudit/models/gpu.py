@@ -1,4 +1,4 @@
-"""Whether the GPU that is asked for is there, and can do what is asked of it."""
+"""Checks that the requested GPU exists and is supported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from plaudit.errors import ConfigError
 
 LEAST = (8, 0)  # bfloat16, and torch's flash attention
-SMALLEST = "sums-grpo"  # of all recipes that learn: a CPU is enough
+SMALLEST = "sums-grpo"  # the smallest training recipe, for which a CPU is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What there is, as torch sees it.
+    """The GPUs that torch sees.
 
-    built_for  the architectures that this torch has code for, such as sm_90; none where it sees no GPU
-    cuda       the version of CUDA that it is built with, if any
+    built_for  the architectures that torch is compiled for, such as sm_90; empty if it sees no GPU
+    cuda       the CUDA version that torch is built with, if any
     """
 
     there: tuple[Gpu, ...]
@@ -43,7 +43,7 @@ def gpus_here() -> Gpus:
 
 
 def check_device(device: str, gpus: Gpus | None = None) -> None:
-    """Raise if `device` is a GPU that cannot be used."""
+    """Raise ConfigError if `device` is a GPU that cannot be used."""
     if not device.startswith("cuda"):
         return
     gpus = gpus or gpus_here()
@@ -70,7 +70,7 @@ def check_device(device: str, gpus: Gpus | None = None) -> None:
 
 
 def memory_ran_out(error: BaseException) -> str | None:
-    """What to tell the user, if this is torch's error of a GPU that is full."""
+    """Return a message for the user if this is torch's out-of-memory error."""
     if not isinstance(error, torch.OutOfMemoryError):
         return None
     why = str(error).removeprefix("CUDA out of memory. ").split(" GPU ")[0]
@@ -81,7 +81,7 @@ def memory_ran_out(error: BaseException) -> str | None:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Code of one architecture runs on later ones of its generation; what the driver compiles, on all later ones."""
+    """Whether compiled code runs: sm code on later GPUs of its generation, PTX on all later ones."""
     kind, _, number = arch.partition("_")
     digits = number.rstrip("af")
     built = (int(digits[:-1]), int(digits[-1]))

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: `plaudit pull` downloads one, and its name then stands for the copy in the cache.
+"""Hugging Face hub models: `plaudit pull` downloads one, and its name then refers to the copy in the cache.
 
-Nothing else here opens a connection: a name in a recipe or in a request is only looked up in the cache.
+Nothing else connects to the hub: a name in a recipe or a request is only looked up in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """The directory of a model that was pulled."""
+    """Return the directory of a downloaded model, or None."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -31,7 +31,7 @@ def cached(name: str) -> Path | None:
 
 
 def pull(name: str) -> Path:
-    """Download what has changed of a model, and return its directory in the cache of `huggingface_hub`."""
+    """Download a model's changed files, and return its directory in the cache of `huggingface_hub`."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -42,7 +42,7 @@ def pull(name: str) -> Path:
     )
 
     if not is_hub_name(name):
-        raise ModelError(f"{name!r} is no name of a hub's model; expected organisation/model or organisation/model@tag")
+        raise ModelError(f"{name!r} is not a hub model name; expected organisation/model or organisation/model@tag")
     repository, _, revision = name.partition("@")
     try:
         directory = _snapshot(name, local=False)
@@ -53,7 +53,7 @@ def pull(name: str) -> Path:
     except RepositoryNotFoundError:
         raise ModelError(f"the hub has no {repository}, or it is private: check the name, or set HF_TOKEN") from None
     except HFValidationError as error:
-        raise ModelError(f"{name!r} is no name of a hub's model: {_line(error)}") from None
+        raise ModelError(f"{name!r} is not a hub model name: {_line(error)}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
             f"{name} cannot be downloaded: {_line(error.__cause__ or error)}; without a network, copy its directory "

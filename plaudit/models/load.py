@@ -1,4 +1,4 @@
-"""Load models from local directories, after checking them: config, code, weights, tokenizer, in that order."""
+"""Loads models from local directories after checking config, code, weights and tokenizer, in that order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AUTO: dict[str, Any] = {
     "steps": AutoModelForTokenClassification,
     "value": AutoModel,
 }
-# Known architectures that transformers lacks; None: it has a class that fits.
+# Known architectures that transformers lacks; None: a transformers class fits.
 OURS: dict[str, tuple[Kind, Any]] = {
     openrlhf_head.ARCHITECTURE: ("reward", None),
     "Qwen2ForRewardModel": ("reward", Qwen2ForRewardModel),
@@ -62,7 +62,7 @@ class Loaded:
 
 
 def choose_device(device: str) -> str:
-    """`auto` is the GPU if there is one."""
+    """Resolve `auto` to the GPU if there is one."""
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -74,9 +74,9 @@ def load_reward(
     path: str | Path, dtype: str = "float32", device: str = "cpu", *, labels: int | None = 1, fresh_head: bool = False,
     seed: int = 0,
 ) -> Loaded:  # fmt: skip
-    """A sequence classifier with `labels` outputs (None: as many as were saved).
+    """Load a sequence classifier with `labels` outputs (None: as saved).
 
-    `fresh_head` lets a directory that has no such head, a causal LM for instance, lend its trunk to a new one.
+    `fresh_head` allows a directory without such a head, a causal LM for instance, and adds a new head to its trunk.
     """
     return _load(catalog.resolve(path), "reward", dtype, device, labels, fresh_head, seed)
 
@@ -85,19 +85,19 @@ def load_steps(
     path: str | Path, dtype: str = "float32", device: str = "cpu", *, labels: int | None = 2, fresh_head: bool = False,
     seed: int = 0,
 ) -> Loaded:  # fmt: skip
-    """A token classifier; `labels` and `fresh_head` as for `load_reward`."""
+    """Load a token classifier; `labels` and `fresh_head` as for `load_reward`."""
     return _load(catalog.resolve(path), "steps", dtype, device, labels, fresh_head, seed)
 
 
 def load_value(
     path: str | Path, dtype: str = "float32", device: str = "cpu", *, fresh_head: bool = False, seed: int = 0
 ) -> Loaded:
-    """A trunk with a scalar head for every token; `fresh_head` as for `load_reward`."""
+    """Load a trunk with a per-token scalar head; `fresh_head` as for `load_reward`."""
     return _load(catalog.resolve(path), "value", dtype, device, None, fresh_head, seed)
 
 
 def load_any(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Loaded:
-    """Whatever the directory holds, by the architecture its config names."""
+    """Load a model of any kind, by the architecture in its config."""
     directory = catalog.resolve(path)
     return _load(directory, kind_of(directory), dtype, device)
 
@@ -121,13 +121,13 @@ def kind_of(directory: Path) -> Kind:
 
 
 def _multimodal(name: str) -> bool:
-    """A policy that also takes pictures, and is loaded whole: text alone is what it gets here."""
+    """Whether the policy is multimodal; it is loaded whole and gets text only."""
     both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     return name not in both[0] and name in both[1]
 
 
 def _class_of(directory: Path, kind: Kind) -> Any:
-    """What transformers, or we, load a directory with that holds a model of this kind."""
+    """Return the class that loads a directory with a model of this kind."""
     name = _architecture(directory)
     ours = OURS.get(name, (None, None))[1]
     return ours or (AutoModelForImageTextToText if kind == "policy" and _multimodal(name) else AUTO[kind])
@@ -143,7 +143,7 @@ def _architecture(directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A directory that has passed every check, before its weights are read. The module is on the meta device."""
+    """A directory that passed every check, before its weights are read. The module is on the meta device."""
 
     module: nn.Module
     stored: dict[str, weights.Readable]
@@ -196,10 +196,10 @@ def _load(
 
 
 def wrong_kind(directory: Path, stored_kind: Kind, kind: Kind) -> str:
-    holds = f"{directory} holds a {stored_kind} model, expected a {kind} model"
+    problem = f"{directory} contains a {stored_kind} model, expected a {kind} model"
     if kind == "policy":
-        return f"{holds}; give the directory of a causal language model"
-    return f"{holds}; train one from it (`plaudit train`), or pass fresh_head=True to start from an untrained head"
+        return f"{problem}; give the directory of a causal language model"
+    return f"{problem}; train one from it (`plaudit train`), or pass fresh_head=True to start from an untrained head"
 
 
 def _read_config(directory: Path) -> Any:
@@ -217,7 +217,7 @@ def _read_config(directory: Path) -> Any:
 def _check_weights(
     directory: Path, kind: Kind, config: Any, stored: dict[str, weights.Readable], model_class: Any
 ) -> nn.Module:  # fmt: skip
-    """The module that the weights are for, on the meta device."""
+    """Return the module for the weights, on the meta device."""
     try:
         with quiet(), seeded(0), torch.device("meta"):
             bare = _bare(model_class, config)
@@ -240,7 +240,7 @@ def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, confi
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is None:
-        raise ModelError(f"{directory}: its config has no vocab_size; Plaudit runs models of tokens")
+        raise ModelError(f"{directory}: its config has no vocab_size; Plaudit runs token models only")
     if highest >= rows:
         raise ModelError(
             f"{directory}: the tokenizer has ids up to {highest}, the model embeds {rows} (0 to {rows - 1}); "
@@ -275,7 +275,7 @@ def _build(
                 source, state_dict=state, config=config, dtype=DTYPES[dtype], local_files_only=True,
                 trust_remote_code=False, use_safetensors=True, output_loading_info=True,
                 key_mapping=_key_mapping(directory),
-                # A head of another kind may have the new head's name and another shape; all shapes but its are checked.
+                # A stored head of another kind may have the new head's name and another shape: its shape is ignored.
                 ignore_mismatched_sizes=new_head,
             )  # fmt: skip
     except Exception as error:

@@ -1,9 +1,9 @@
-"""How long a sequence may be for a model, by its config.
+"""Maximum sequence length of a model, by its config.
 
-Longrope (Phi-3 and 4) has two sets of rotary factors, and transformers takes the long ones for a batch with a sequence
-above `original_max_position_embeddings`. Keys that are cached, shared or batched cannot change theirs: a model runs
-by its short factors, for sequences up to that length. Dynamic rotary positions change beyond
-`max_position_embeddings`, where no sequence gets to.
+Longrope (Phi-3 and 4) has two sets of rotary factors, and transformers uses the long ones for a batch with a sequence
+above `original_max_position_embeddings`. Cached, shared or batched keys cannot change theirs, so a model runs with its
+short factors, for sequences up to that length. Dynamic rotary positions change only beyond `max_position_embeddings`,
+which no sequence reaches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SHIFTING = ("dynamic", "longrope")  # rotary embeddings that look at the length 
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of it."""
+    """Return the maximum sequence length in tokens."""
     text = _text(config)
     most = getattr(text, "max_position_embeddings", None) or UNLIMITED
     return min([most, *(_original(text, table) for table in rope_tables(text) if _two_sets(table))])
 
 
 def way_to_more(config: Any) -> str:
-    """What lifts a limit that rotary factors set; the end of a message."""
+    """Return the end of a message: how to raise a limit set by rotary factors; "" if there is none."""
     text = _text(config)
     if longest_sequence(text) < (getattr(text, "max_position_embeddings", None) or UNLIMITED):
         return "; or set short_factor to long_factor in its config.json, for the long rotary factors at every length"
@@ -36,7 +36,7 @@ def _text(config: Any) -> Any:
 
 
 def rope_tables(text: Any) -> Iterator[dict[str, Any]]:
-    """Rotary parameters: of all layers, or of each kind of them."""
+    """Yield rotary parameters: of all layers, or per layer type."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [table for table in rope.values() if isinstance(table, dict)]
     yield from nested or [rope]

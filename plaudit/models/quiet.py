@@ -1,4 +1,4 @@
-"""transformers without its progress bars and load reports, and with its global switches put back afterwards."""
+"""Silences transformers' progress bars and load reports, and restores its global settings afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from transformers.utils import logging
 
-# Verbosity, warning filters and torch's random state belong to the whole process: one load or save at a time.
+# Verbosity, warning filters and torch's random state are process-wide: one load or save at a time.
 _LOCK = threading.RLock()
 
 

@@ -1,4 +1,4 @@
-"""What a model directory may not contain. Only JSON is read here; nothing is imported and nothing is unpickled."""
+"""Safety checks of model directories. Only JSON is read; nothing is imported or unpickled."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON ({error}); copy the model again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, expected a JSON object; copy the model again")
+        raise ModelError(f"{file} contains a {type(content).__name__}, expected a JSON object; copy the model again")
     return content
 
 
 def refuse_code(directory: Path) -> None:
-    """Raise if loading the directory with transformers could run code that came with it."""
+    """Raise UnsafeModel if loading the directory with transformers could run its code."""
     for name in ("config.json", "tokenizer_config.json"):
         file = directory / name
         if not file.is_file():
@@ -34,19 +34,19 @@ def refuse_code(directory: Path) -> None:
         for key, value in _pairs(read_json(file)):
             if key == "auto_map":
                 raise UnsafeModel(
-                    f"{file} asks for custom code (auto_map: {str(value)[:80]}); Plaudit runs none: "
+                    f"{file} requests custom code (auto_map: {str(value)[:80]}), which Plaudit does not run: "
                     "if transformers knows this model type, delete auto_map from the file"
                 )
             if key in KERNEL_KEYS and isinstance(value, str) and "/" in value:
                 raise UnsafeModel(
-                    f"{file} asks for downloaded kernels ({key}: {value[:80]!r}); delete {key} from the file"
+                    f"{file} requests downloaded kernels ({key}: {value[:80]!r}); delete {key} from the file"
                 )
 
 
 def refuse_adapter(directory: Path) -> None:
     if (directory / "adapter_model.bin").is_file():
         raise UnsafeModel(
-            f"{directory} holds adapter_model.bin, a pickle, which can run code; merge the adapter elsewhere"
+            f"{directory} contains adapter_model.bin, a pickle, which can run code; merge the adapter elsewhere"
         )
     if (directory / "adapter_config.json").is_file():
         raise ModelError(f"{directory} is an adapter, not a whole model; merge it into its base model and save that")

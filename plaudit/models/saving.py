@@ -1,4 +1,4 @@
-"""Save a model so that plain transformers loads it back bit-equal, all of it or none of it."""
+"""Saves models atomically, so that plain transformers loads them bit-identically."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ AT_FDCWD = -100
 def save(
     module: nn.Module, tokenizer: PreTrainedTokenizerFast, directory: str | Path, *, reward: str | None = None
 ) -> Path:
-    """Write config, safetensors and tokenizer to `directory`, replacing a model that is there. `reward` is the text of
-    its reward.toml, which says how its scores are read."""
+    """Write config, safetensors and tokenizer to `directory`, replacing an existing model. `reward` is the text of its
+    reward.toml, which describes how to read its scores."""
     new = Replacement.begin(directory)
     with new.guarded():
         _write(module, tokenizer, new.temporary)
@@ -47,7 +47,7 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A directory that is written and then takes the place of `target` in one step."""
+    """A temporary directory that replaces `target` atomically."""
 
     target: Path
     temporary: Path
@@ -64,7 +64,7 @@ class Replacement:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """After any error nothing is left of it."""
+        """Remove the temporary directory after any error."""
         try:
             yield
         except BaseException as error:
@@ -72,7 +72,7 @@ class Replacement:
             if _is_storage(error):
                 reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
                 raise StorageError(
-                    f"cannot save {self.target}: {reason}; what was there before is intact: free some space and try "
+                    f"cannot save {self.target}: {reason}; the previous content is intact: free disk space and try "
                     "again"
                 ) from error
             raise
@@ -106,7 +106,7 @@ def _write(module: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> 
 
 
 def _refuse_foreign(target: Path) -> None:
-    """What is in the way is replaced whole, so it must be a model and nothing else."""
+    """Raise StorageError unless `target`, which is replaced entirely, contains only a model."""
     if not target.exists():
         return
     if not target.is_dir():

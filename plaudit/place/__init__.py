@@ -1,1 +1,1 @@
-"""Where things run: placements, weight channels, engines of other projects, the memory ledger."""
+"""Placements, weight channels, external engines (vLLM, SGLang) and the memory ledger."""

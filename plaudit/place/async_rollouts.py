@@ -1,4 +1,4 @@
-"""Rollouts that go on while the learner trains, at most `staleness` versions ahead of it.
+"""Asynchronous rollouts: generation continues while the learner trains, at most `staleness` versions ahead.
 
 Prompts are asked as long as there is capacity, in prompts:
 
@@ -147,7 +147,7 @@ class AsyncRollouts:
         if (size := head.get("size", self.size)) != self.size:  # how far ahead may be asked is counted in it
             raise RunError(
                 f'placement.name = "async" counts in prompts_per_step, which was {size} and is {self.size}: '
-                f"--set train.prompts_per_step={size} goes on"
+                f"continue with --set train.prompts_per_step={size}"
             )
         self._order, self.dropped = deque(head["order"]), head["dropped"]
         self.drawn = head.get("drawn", self.drawn)

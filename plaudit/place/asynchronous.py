@@ -1,6 +1,6 @@
-"""Level 5: rollouts in processes of their own that go on while the learner trains; staleness is bounded.
+"""Level 5: rollouts in separate processes that continue while the learner trains; staleness is bounded.
 
-Weights are published while sequences are in flight: they keep their tokens and go on with the new weights.
+Weights are published while sequences are in flight: they keep their tokens and continue with the new weights.
 """
 
 from __future__ import annotations

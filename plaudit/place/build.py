@@ -1,4 +1,4 @@
-"""The placement that a recipe names, and who hosts its rollout processes."""
+"""Builds a recipe's placement and the host of its rollout processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level 1: rollouts in the learner's process, on the learner's own module. All models stay where they are."""
+"""Level 1: rollouts in the learner's process, on the learner's module. All models stay in device memory."""
 
 from __future__ import annotations
 

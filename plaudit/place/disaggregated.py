@@ -1,4 +1,4 @@
-"""Level 3: rollouts in processes of their own, with devices of their own; new weights travel to them.
+"""Level 3: rollouts in separate processes with their own devices; new weights are transferred to them.
 
 The step is synchronous: the learner waits for the samples, the workers for the weights.
 """
@@ -161,7 +161,7 @@ def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within
         case "shared":
             if not near:
                 raise ConfigError(
-                    'placement.channel = "shared" needs trainer and rollouts in one memory, and Ray gives each a '
-                    'GPU or a node of its own: set placement.channel = "collective", or "disk"'
+                    'placement.channel = "shared" needs trainer and rollouts on one machine, and Ray gives each a '
+                    'separate GPU or node: set placement.channel = "collective", or "disk"'
                 )
             return SharedChannel(stage.trainee.loaded.module if paused else None, seconds=table.deadline)

@@ -1,8 +1,8 @@
-"""Level 4: one set of tensors in two modes. While it generates, the KV has the memory; while it trains, gradients and
-activations have it.
+"""Level 4: one set of weights in two modes. During generation the KV cache uses the memory; during training gradients
+and activations do.
 
 In one process both modes run on one module. With resources.rollout.processes the engine is in another process, which
-maps the learner's own memory: a publication moves nothing.
+maps the learner's memory: a weight update copies nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a placement is: it builds what gives samples and what learns from them, and brings new weights to the engine.
+"""The placement interface: it builds the rollouts and the learner, and publishes new weights to the engine.
 
-`train.rl` has the one loop over these; which placement it is changes nothing there.
+The loop in `plaudit.rl` is the same for every placement.
 """
 
 from __future__ import annotations

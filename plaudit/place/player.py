@@ -1,4 +1,4 @@
-"""Who plays a run's prompts out, on whatever engine the placement has."""
+"""Creates the player that generates responses on the placement's engine."""
 
 from __future__ import annotations
 

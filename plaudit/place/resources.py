@@ -1,4 +1,4 @@
-"""Which CPUs and devices the rollout processes of a recipe have; what cannot be is refused with the arithmetic."""
+"""Assigns CPUs and devices to a recipe's rollout processes; impossible requests are refused with the equation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def pin_learner(recipe: RlRecipe) -> tuple[int, ...]:
     had = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     for key, cores in (("cores", recipe.resources.cores), ("rollout.cores", recipe.resources.rollout.cores)):
         if cores is not None and (not cores or not set(cores) <= set(had)):
-            raise ConfigError(f"resources.{key} = {list(cores)}, and this process has the CPUs {list(had)}: name some")
+            raise ConfigError(
+                f"resources.{key} = {list(cores)}, and this process has the CPUs {list(had)}: choose from these"
+            )
     if recipe.resources.cores is not None:
         os.sched_setaffinity(0, recipe.resources.cores)
     return had
@@ -45,7 +47,7 @@ def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: C
     near = table.nodes == 0
     if near and recipe.placement.channel == "collective" and device.type == "cuda" and str(device) in places:
         raise ConfigError(
-            'placement.channel = "collective" is NCCL, for which trainer and rollouts need a GPU each; both '
+            'placement.channel = "collective" is NCCL, which needs one GPU each for trainer and rollouts; both '
             f'are on {device}: set channel = "shared"'
         )
     if device.type == "cpu" and near:
@@ -93,7 +95,7 @@ def _check_devices(devices: Sequence[str]) -> None:
     for device in devices:
         if device not in valid:
             raise ConfigError(
-                f"resources.rollout.devices names {device!r}, and this machine has {there} GPU(s): name one of "
+                f"resources.rollout.devices has {device!r}, and this machine has {there} GPU(s): use one of "
                 f"{', '.join(sorted(valid))}"
             )
 

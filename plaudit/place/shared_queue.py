@@ -1,4 +1,4 @@
-"""The queue of async rollouts over several training ranks: the main rank has it, and each takes the same batches.
+"""The queue of async rollouts over several training ranks: the main rank owns it, and all get the same batches.
 
 The main rank alone plays and scores what goes into the queue, at any time: the others train meanwhile and cannot help.
 Whether a batch is young enough is checked there, before any rank has it. Every rank computes the same advantages of a

@@ -1,4 +1,4 @@
-"""Level 2: as colocated, and every phase has only what it needs on the device."""
+"""Level 2: as colocated, but each phase keeps only what it needs on the device; the rest is offloaded."""
 
 from __future__ import annotations
 

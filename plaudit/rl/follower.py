@@ -1,4 +1,4 @@
-"""A run as its ranks see it: the main one holds the directory, the others write their parts of its weights."""
+"""A run over several ranks: the main rank owns the run directory, the others write their weight shards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from plaudit.train.run.run import Run
 def joined_run(
     directory: Path, recipe: RlRecipe | SupervisedRecipe, *, resume: bool, fresh: bool, chosen: Sequence[str] = ()
 ) -> Iterator[tuple[Run, Ranks]]:
-    """The run directory and this process's place among the ranks."""
+    """Open the run directory and join the ranks."""
     with join(recipe.resources, choose_device(recipe.model.device)) as ranks:
         main = Run(directory, recipe, resume=resume, fresh=fresh, chosen=chosen)
         with main if ranks.main else Follower(directory, recipe, resume=resume) as run:
             run.checkpoints.group = ranks.everyone
-            ranks.everyone.barrier()  # the main rank has put the directory in order; now the others may read it
+            ranks.everyone.barrier()  # the main rank has prepared the directory; now the others may read it
             yield run, ranks
 
 
 class Follower(Run):
+    """The run on ranks other than the main one: it writes no events and no summary."""
+
     def __enter__(self) -> Self:
         self.events = NoEvents()
         return self
@@ -50,7 +52,7 @@ class NoEvents(EventLog):
 
 
 class Viewer(Protocol):
-    """What a person sees of a run at work."""
+    """Displays the progress of a run."""
 
     def bar(self, done: int, total: int) -> Any: ...
 

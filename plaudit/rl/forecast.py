@@ -1,6 +1,6 @@
-"""What a run is expected to hold in each phase, by owner, from the planner's formulas: the line under what is measured.
+"""Expected memory of a run per phase and owner, by the planner's formulas, for comparison with the measurement.
 
-Prompts are as long as held-out ones, responses as in the first evaluation; before it, half of what they may be.
+Prompts are assumed as long as held-out ones, responses as in the first evaluation; before it, half the maximum length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plaudit.plan.shape.hardware import cluster
 from plaudit.plan.shape.layouts import GenerationLayout
 from plaudit.plan.shape.workload import Workload
 
-# The ledger's phases by the planner's, and its owners.
+# Ledger phase -> planner phase, and planner memory term -> ledger owner.
 PHASES = {"generate": "generation", "reference": "scoring", "old": "scoring", "update": "training"}
 OWNERS = {
     "weights": "policy weights", "engine weights": "policy weights", "gradients": "policy gradients",
@@ -26,24 +26,24 @@ OWNERS = {
     "reward model": "reward weights", "cache": "KV",
 }  # fmt: skip
 HUGE = 1e15
-"""Bytes of a device on which everything fits: what a run holds does not depend on what there is."""
+"""Device memory in bytes on which everything fits: the forecast does not depend on the actual device."""
 
 
 def forecast(
     recipe: RlRecipe, program: int, *, prompt: float | None = None, response: float | None = None, cache: int = 0
 ) -> dict[str, dict[str, int]]:
-    """Bytes by phase and owner; empty where the formulas do not hold.
+    """Return bytes by phase and owner; empty if the formulas do not apply.
 
-    program             of the process itself, on the host
-    prompt, response    mean tokens, where they are known
-    cache               bytes of an engine's cache that it takes whatever it needs; 0 = as much as it needs
+    program             host memory of the process itself
+    prompt, response    mean tokens, if known
+    cache               bytes of the engine's KV cache if it is preallocated; 0 = as much as is used
     """
     if recipe.model.lora is not None or recipe.placement.name != "colocated":
         return {}
     try:
         work = workload_of(recipe, resolve, prompt, response)
         plan = _prediction(recipe, replace(work, cache_bytes=cache or work.cache_bytes))
-    except PlauditError:  # a kind of decoder that the planner has no formulas for
+    except PlauditError:  # the planner has no formulas for this architecture
         return {}
     by_phase = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
     runs = {"reference": plan.workload.has_reference, "old": plan.workload.takes_old}
@@ -53,7 +53,7 @@ def forecast(
 def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
     place = cluster(f"1x{recipe.resources.ranks}xH100")
     chip = replace(place.accelerator, memory=HUGE)
-    # Graphs and the reserve are no owner's: tensors alone are told.
+    # CUDA graphs and the reserve have no owner: only tensors are counted.
     constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0)
     rollout = recipe.resources.rollout
     return predict(

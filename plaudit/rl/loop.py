@@ -1,4 +1,4 @@
-"""RL training: the one loop. Rollouts give scored samples, the learner updates, the placement publishes."""
+"""The RL training loop: rollouts produce scored samples, the learner updates, the placement publishes weights."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ from plaudit.train.run.ranks import ALONE, Ranks, together
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, StopRequest, interruptible, leave_on_signal, stop_requested
 
-NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
-# Nothing was learned from a step that ends like this: it can be made again.
-NO_SAMPLES = (*NO_REWARDS, EngineError, ChannelError)
+REWARD_FAILURES = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
+# A step that ends with one of these has not updated the weights and can be repeated.
+STEP_FAILURES = (*REWARD_FAILURES, EngineError, ChannelError)
 
 
 class RlTraining:
@@ -68,8 +68,8 @@ class RlTraining:
         self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE,
         host: Host = OwnProcess, reward: Source | None = None,
     ) -> None:  # fmt: skip
-        """`dumped`: samples of another run to learn from, in place of new ones. `host` starts rollout processes, where
-        the placement has such. `reward`: what scores, in place of what the recipe names."""
+        """`dumped`: samples of another run to train on instead of new ones. `host` starts the placement's rollout
+        processes. `reward`: replaces the recipe's reward."""
         self.recipe = recipe
         self.run = run
         self.viewer = viewer
@@ -85,12 +85,12 @@ class RlTraining:
         check_fit(recipe, ranks.everyone)
         check_engine_ranks(recipe)
         check_models(recipe)
-        if cuts := recipe.sampling.truncation:
+        if truncation := recipe.sampling.truncation:
             self.warn(
-                f"{cuts} leaves out tokens that the loss gives a probability: rollout/truncated_mass is their share; "
-                "set top_p = 1 and top_k = 0 to learn from what is sampled"
+                f"{truncation} excludes tokens to which the loss assigns probability: rollout/truncated_mass is their "
+                "share; set top_p = 1 and top_k = 0 to train on the sampling distribution"
             )
-        # Rewards first: what cannot be had is known before a model is loaded.
+        # Rewards first, so that an unavailable one fails before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
         actors = RayReward(recipe, ranks.main, self.warn) if pooled else None
         self.scorer: SampleScorer = Scorer(recipe.reward, actors or reward, self.warn)
@@ -113,10 +113,10 @@ class RlTraining:
             undo.callback(self.trainee.close)
             self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
             positions, sampling = self.trainee.decoder.max_positions, recipe.sampling
-            room = LengthLimits(positions, sampling.max_tokens, way_to_more=way_to_more(self.trainee.decoder.config))
+            limits = LengthLimits(positions, sampling.max_tokens, way_to_more=way_to_more(self.trainee.decoder.config))
             if (longest := sampling.evaluating().max_tokens) > sampling.max_tokens:
-                room = replace(room, response=longest, key="sampling.eval.max_tokens")
-            self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
+                limits = replace(limits, response=longest, key="sampling.eval.max_tokens")
+            self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, limits)
             self.heldout = self.prompts.heldout()
             self.placement = new_placement(
                 PlacementContext(
@@ -136,13 +136,13 @@ class RlTraining:
             self.before: dict[str, float] = {}
             if checkpoint is not None:
                 self._restore(checkpoint)
-            elif self.run.resume:  # a killed attempt came to no checkpoint: what it logged is made again
+            elif self.run.resume:  # the interrupted run has no checkpoint: its logged steps are repeated
                 self.run.resumed(0)
             self.placement.publish(self.version)
             self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
             if self.dump is not None:
                 self.dump.discard_after(self.step)
-            undo.pop_all()  # all is there: `close` ends it
+            undo.pop_all()  # complete: `close` releases everything from here on
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the policy, and return the final figures."""
@@ -155,7 +155,7 @@ class RlTraining:
             self.close()
 
     def warn(self, message: str) -> None:
-        """For whoever looks on, and for those who come later. Any thread may call it."""
+        """Show a warning and write it to the event log. Thread-safe."""
         self.viewer.warn(message)
         self.run.events.note(WARNING, message=message)
 
@@ -171,9 +171,9 @@ class RlTraining:
             self.truth.close()
 
     def _expect(self) -> None:
-        """Note the steps to come and what they should hold, as far as it is known by now."""
+        """Log the planned steps and their expected memory, as far as it is known."""
         lengths = [len(prompt.token_ids) for prompt in self.heldout if prompt.token_ids]
-        # A GPU's cache is taken whole, whatever of it is needed.
+        # On a GPU the KV cache is preallocated.
         local = self.engine if isinstance(self.engine, Engine) else None
         memory = forecast(
             self.recipe, self.ledger.program, prompt=fmean(lengths) if lengths else None,
@@ -187,7 +187,7 @@ class RlTraining:
         )  # fmt: skip
 
     def _evaluation(self) -> dict[str, Any]:
-        """How the held-out figures are made."""
+        """Return the sampling settings of the evaluation."""
         kept = ("temperature", "top_p", "top_k", "max_tokens")
         sampling = self.recipe.sampling.evaluating().model_dump(include={*kept})
         return {"prompts": len(self.heldout), "samples": self.recipe.train.eval_samples, **sampling}
@@ -196,9 +196,9 @@ class RlTraining:
         train = self.recipe.train
         self._expect()
         if self.step == 0 and not self.before:
-            self.before = self._look("training goes on")
+            self.before = self._try_evaluate("training goes on")
             self._expect()
-        # What lives as long as the run is not searched for garbage at every step: models have a million objects.
+        # Long-lived objects are excluded from garbage collection: models have a million of them.
         gc.collect()
         gc.freeze()
         begin = time.monotonic() - self.seconds
@@ -207,59 +207,59 @@ class RlTraining:
             try:
                 with self._leave_on_signal():
                     batch = self.rollouts.next(self.step, self.version)
-            except (*NO_SAMPLES, Interrupted) as error:
+            except (*STEP_FAILURES, Interrupted) as error:
                 self._end(error)
             if self.dump is not None:
                 with self.clock("dump"):
                     self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             try:
                 metrics, experience = self.learner.update(batch, self.step)
-            except Interrupted as error:  # while a critic server was waited for: what it learned is not known
+            except Interrupted as error:  # while waiting for a critic server, whose state is now unknown
                 raise Interrupted(
-                    f"{error} in the middle of step {self.step + 1}: --resume goes on from the last checkpoint"
+                    f"{error} in the middle of step {self.step + 1}: --resume continues from the last checkpoint"
                 ) from error
-            # The step is made, whatever becomes of the publication: a resumed run publishes first.
+            # The step is complete even if publishing fails: a resumed run publishes first.
             self.step, self.version = self.step + 1, self.version + 1
-            lost: Exception | None = None
+            failure: Exception | None = None
             try:
                 with self._leave_on_signal(), self.clock("publish"):
                     metrics |= self.placement.publish(self.version)
-            except (*NO_SAMPLES, Interrupted) as error:
-                lost = error
-            lost = self._lost_by_any(lost)
+            except (*STEP_FAILURES, Interrupted) as error:
+                failure = error
+            failure = self._failed_on_any_rank(failure)
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience)
-            if lost is None and self.ranks.everyone.size == 1:  # others would wait without knowing for what
-                paused = PAUSE.hold(stop)
+            if failure is None and self.ranks.everyone.size == 1:  # other ranks would wait without knowing why
+                paused = PAUSE.wait(stop)
                 begin += paused
                 self.clock.leave_out(paused)
-            if lost is None and self.ranks.everyone.any(bool(stop)):
-                lost = Interrupted(f"stopped by {stop.came or 'another rank'}")
-            if lost is not None:
-                self._end(lost)
+            if failure is None and self.ranks.everyone.any(bool(stop)):
+                failure = Interrupted(f"stopped by {stop.signal_name or 'another rank'}")
+            if failure is not None:
+                self._end(failure)
             if self.step % train.eval_every == 0 and self.step < train.steps:
-                self._look("training goes on")
+                self._try_evaluate("training goes on")
             if self.step % train.checkpoint.every == 0:
                 self.save_checkpoint()
             self.seconds = time.monotonic() - begin
 
-    def _lost_by_any(self, lost: Exception | None) -> Exception | None:
-        """The main rank alone publishes: where it cannot, all ranks end, or they would wait for it."""
-        said = self.ranks.everyone.from_main(None if lost is None else str(lost))
-        return lost or (None if said is None else ChannelError(f"rank 0: {said}"))
+    def _failed_on_any_rank(self, failure: Exception | None) -> Exception | None:
+        """Return the main rank's publish failure on all ranks, so that none waits for it."""
+        main_failure = self.ranks.everyone.from_main(None if failure is None else str(failure))
+        return failure or (None if main_failure is None else ChannelError(f"rank 0: {main_failure}"))
 
     def _leave_on_signal(self) -> AbstractContextManager[None]:
-        """Not over several ranks: one that left would leave the others waiting. They end after the step, together."""
+        """Interrupt at once on a signal; over several ranks all end together after the step instead."""
         return leave_on_signal(self.ranks.everyone.size == 1)
 
     def _end(self, error: Exception) -> NoReturn:
-        """Save the state, and say what ends the run."""
+        """Save the state, and raise the error that ends the run."""
         self.save_checkpoint()
         if isinstance(error, Interrupted):
             raise Interrupted(
-                f"{error} at step {self.step} of {self.recipe.train.steps}, state saved: --resume goes on"
+                f"{error} at step {self.step} of {self.recipe.train.steps}, state saved: --resume continues"
             ) from error
-        raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
+        raise RunError(f"step {self.step}: {error}; the state is saved: --resume continues") from error
 
     def _report(self, batch: Batch, metrics: dict[str, float], experience: Experience | None) -> None:
         split = self.clock.split()
@@ -295,33 +295,33 @@ class RlTraining:
         train = self.recipe.train
         return train.show > 0 and (self.step % train.eval_every == 0 or self.step in (1, train.steps))
 
-    def _look(self, then: str) -> dict[str, float]:
-        """Evaluate, with what was learned out of danger: whatever ends an evaluation, the state is saved. One without
-        rewards gives no figures, and ends the run where the recipe halts on errors."""
+    def _try_evaluate(self, then: str) -> dict[str, float]:
+        """Evaluate; if the evaluation fails, save the state first. A failed reward gives no metrics, and ends the run
+        if the recipe halts on errors."""
         try:
             with self._leave_on_signal():
                 return self.evaluate()
         except Interrupted as error:
             self._end(error)
         except BaseException as error:
-            if isinstance(error, NO_SAMPLES) or self.ranks.everyone.size == 1:  # else the others know nothing of it
+            if isinstance(error, STEP_FAILURES) or self.ranks.everyone.size == 1:  # other errors are local to a rank
                 self.save_checkpoint()
-            if not isinstance(error, NO_SAMPLES):
+            if not isinstance(error, STEP_FAILURES):
                 raise
             if self.ranks.everyone.any(stop_requested()):
                 self._end(error)
             halts = any(of is not None and of.on_error == "halt" for of in (self.recipe.reward, self.recipe.truth))
             what = f"step {self.step}: the evaluation failed: {error}"
-            if halts or not isinstance(error, NO_REWARDS):
-                raise RunError(f"{what}; the state is saved: --resume goes on") from error
+            if halts or not isinstance(error, REWARD_FAILURES):
+                raise RunError(f"{what}; the state is saved: --resume continues") from error
             self.warn(f"{what}; {then}")
             return {}
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures: the reward of the run and, where it is known, the truth."""
+        """Return held-out metrics: the run's reward, and accuracy and truth where they are known."""
         with self.clock("evaluate"):
             samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
-            if isinstance(self.engine, Engine):  # what training samples next must not depend on KV that this left
+            if isinstance(self.engine, Engine):  # training samples must not depend on KV cached by the evaluation
                 self.engine.new_version(self.version)
             true = self._true_rewards(samples)
         scored = [sample.reward for sample in samples if sample.reward is not None]
@@ -338,7 +338,7 @@ class RlTraining:
         return figures
 
     def _true_rewards(self, samples: Sequence[Sample]) -> list[float]:
-        """What [truth] gives for held-out samples, whether or not the run's reward has scored them."""
+        """Return the [truth] rewards of held-out samples, whether or not the run's reward has scored them."""
         if self.truth is None:
             return []
         unscored = [replace(sample, reward=None, error=None) for sample in samples]
@@ -346,9 +346,9 @@ class RlTraining:
         return [sample.reward for sample in judged if sample.reward is not None]
 
     def _finish(self) -> dict[str, Any]:
-        # First: nothing that was learned depends on whether it can be measured.
+        # Save first, so that a failed evaluation cannot lose the model.
         self.trainee.save_final(self.run.final)
-        after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
+        after = self._try_evaluate(f"the model is in {self.run.final}, and --resume evaluates it")
         summary: dict[str, Any] = {
             "task": "rl", "algorithm": self.recipe.algorithm.name, "seed": self.recipe.seed,
             "steps": self.recipe.train.steps,

@@ -1,4 +1,4 @@
-"""`--replay`: train again on the samples that a run dumped, and compare every number with its log."""
+"""`--replay`: train again on a run's dumped samples, and compare every metric with its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plaudit.train.rollouts.dump import Dump, DumpEnded
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.run import Run
 
-OWN_AFFAIRS = ("time/", "perf/")  # how long it took, which is never the same twice
+TIMING_METRICS = ("time/", "perf/")  # durations differ between runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Verdict:
 
 
 def replay(directory: Path, out: Path, viewer: Viewer) -> Verdict:
-    """The run is trained again in `out`, as far as its dump goes."""
+    """Repeat the run's training in `out` up to the end of its dump, and compare."""
     tree = read_toml(directory / "recipe.toml", "recipe of a run")
     recipe = parse_recipe(tree, str(directory / "recipe.toml"))
     if not isinstance(recipe, RlRecipe):
         raise RunError(f"{directory} is a run of task = {recipe.task!r}; --replay is for rl")
     if recipe.resources.ranks > 1:
         raise RunError(
-            f"{directory} is a run over {recipe.resources.ranks} ranks, whose sums are in an order of their own: "
-            "--replay compares bits and is for one; --train-only learns from its dump"
+            f"{directory} is a run over {recipe.resources.ranks} ranks, whose summation order differs: --replay "
+            "compares bits and needs a run on one rank; --train-only trains on its dump"
         )
     dump = Dump.find(directory)
     again = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dump": False})})
@@ -49,7 +49,7 @@ def replay(directory: Path, out: Path, viewer: Viewer) -> Verdict:
 
 
 def compare(run: Path, again: Path) -> Verdict:
-    """Every metric of every step that both have, and the final weights."""
+    """Compare every metric of the steps that both runs have, and the final weights."""
     there, here = metrics_by_step(run), metrics_by_step(again)
     last = min(max(there, default=0), max(here, default=0))
     if last == 0:
@@ -76,7 +76,7 @@ def metrics_by_step(run: Path) -> dict[int, dict[str, Any]]:
     for event in read_events(run):
         if event["kind"] == "metric":
             values: Mapping[str, Any] = event["values"]
-            kept = {name: value for name, value in values.items() if not name.startswith(OWN_AFFAIRS)}
+            kept = {name: value for name, value in values.items() if not name.startswith(TIMING_METRICS)}
             by_step.setdefault(event.get("step", 0), {}).update(kept)
     return by_step
 

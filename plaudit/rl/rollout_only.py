@@ -1,4 +1,4 @@
-"""`--rollout-only`: generate and score what a run would learn from, and learn nothing."""
+"""`--rollout-only`: generate and score a run's samples without training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = {"reward": "reward/mean", "accuracy": "accuracy", "length": "length/mean
 
 
 def roll_out(training: RlTraining) -> dict[str, Any]:
-    """The samples of every step go to rollouts/, their metrics to the event log; the weights stay as they are."""
+    """Write every step's samples to rollouts/ and their metrics to the event log; weights do not change."""
     run, viewer, steps = training.run, training.viewer, training.recipe.train.steps
     dump = Dump(run.directory / "rollouts")
     dump.discard_after(0)
@@ -32,7 +32,7 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
                 viewer.figures(step, {name: metrics[key] for name, key in SHOWN.items() if key in metrics})
                 seconds, total = seconds + metrics["time/step"], total + len(batch.samples)
                 if stop:
-                    raise Interrupted(f"stopped at step {step} of {steps}; what was made is in {dump.directory}")
+                    raise Interrupted(f"stopped at step {step} of {steps}; the samples so far are in {dump.directory}")
     finally:
         training.close()
     return {"steps": steps, "seconds": round(seconds, 1), "samples": total, "rollouts": str(dump.directory)}

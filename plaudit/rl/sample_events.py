@@ -1,4 +1,4 @@
-"""Samples for the event log, token by token, so that a person can see what was rewarded."""
+"""Samples for the event log, token by token, for inspecting what was rewarded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plaudit.train.policy.experience import Experience
 
 
 def sample_events(tokenizer: Any, experience: Experience, count: int) -> Iterator[dict[str, Any]]:
-    """The worst, the best and some between: as many as asked for."""
+    """Yield `count` samples spread over the rewards from the worst to the best."""
     order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].reward or 0.0)
     count = min(count, len(order))
     chosen = sorted({order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)})
@@ -32,7 +32,7 @@ def sample_events(tokenizer: Any, experience: Experience, count: int) -> Iterato
 
 
 def failed_events(tokenizer: Any, samples: Sequence[Sample], count: int) -> Iterator[dict[str, Any]]:
-    """Samples without a reward, with the reason."""
+    """Yield samples without a reward, with the error."""
     failed = [sample for sample in samples if sample.error is not None]
     for sample in failed[:count]:
         assert sample.error is not None

@@ -12,8 +12,8 @@ from typing import Any
 
 
 class _Train(ModuleType):
-    """The package can be called, so that the verb and the part have one name. What it calls drives the loop, and so is
-    above this package: it is found when it is called."""
+    """Makes the package callable as `plaudit.train(...)`. The function is in a higher layer, so it is imported on
+    call."""
 
     def __call__(self, *recipe: Any, **options: Any) -> Any:
         return import_module("plaudit.api").train(*recipe, **options)

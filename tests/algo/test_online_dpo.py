@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from plaudit.algo.method import Drawn, Rewarded
+from plaudit.algo.method import LossBatch, RewardBatch
 from plaudit.algo.methods.online_dpo import METHOD, best_and_worst
 from plaudit.algo.preference.dpo import dpo_loss
-from plaudit.algo.preference.method import Answers, Judged
+from plaudit.algo.preference.method import PreferenceBatch, Responses
 from plaudit.config.algorithm import ClipTable
 from plaudit.config.supervised import PreferenceAlgorithm
 
@@ -25,15 +25,15 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair_and_equals_are_none() -> N
 def test_a_tools_tokens_have_no_part() -> None:
     lengths, mask = [2, 3], tensor([True, True, True, False, True])
     rewards = tensor([0.0, 1.0, 0.0, 0.0, 3.0])
-    found = METHOD.advantage.compute(Rewarded(rewards, mask, lengths, [0, 0], 1.0, 1.0, "none"))
+    found = METHOD.advantage.compute(RewardBatch(rewards, mask, lengths, [0, 0], 1.0, 1.0, "none"))
     assert found.advantages.tolist() == [-1, -1, 1, 0, 1]
 
 
-def drawn(logp: Tensor) -> Drawn:
+def drawn(logp: Tensor) -> LossBatch:
     """Two pairs: of lengths 2 and 1, the worse first, and of lengths 1 and 3 with a tool's token."""
     advantages = tensor([-1.0, -1.0, 1.0, 1.0, -1.0, 0.0, -1.0])
     reference = tensor([-1.0, -2.0, -1.5, -0.5, -0.2, 0.0, -3.0])
-    return Drawn(logp, logp.detach(), advantages, advantages != 0, (2, 1, 1, 3), reference, BETA)
+    return LossBatch(logp, logp.detach(), advantages, advantages != 0, (2, 1, 1, 3), reference, BETA)
 
 
 def test_the_loss_and_its_gradient_by_hand() -> None:
@@ -53,11 +53,11 @@ def test_it_is_the_loss_of_dpo_on_the_same_pairs() -> None:
     given = drawn(logp)
     assert given.reference is not None
     mine, reference = torch.where(given.mask, logp, 0.0), given.reference
-    better = Answers(torch.stack([mine[2], mine[3]]), tensor([1, 1]), torch.stack([reference[2], reference[3]]))
-    worse = Answers(
+    better = Responses(torch.stack([mine[2], mine[3]]), tensor([1, 1]), torch.stack([reference[2], reference[3]]))
+    worse = Responses(
         torch.stack([mine[:2].sum(), mine[4:].sum()]),
         tensor([2, 2]),
         torch.stack([reference[:2].sum(), reference[4:].sum()]),
     )
-    expected = dpo_loss(Judged(better, worse), PreferenceAlgorithm(name="dpo", beta=BETA))
+    expected = dpo_loss(PreferenceBatch(better, worse), PreferenceAlgorithm(name="dpo", beta=BETA))
     assert METHOD.loss.compute(given, ClipTable()).loss[[0, 3]].tolist() == pytest.approx(expected.tolist(), abs=1e-7)

@@ -7,23 +7,25 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.preference import PREFERENCE_METHODS
-from plaudit.algo.preference.method import Answers, Judged
+from plaudit.algo.preference.method import PreferenceBatch, Responses
 from plaudit.algo.preference.orpo import log_odds
 from plaudit.config import PreferenceAlgorithm
 
 WIDE = torch.float64
 
 
-def answers(logp: list[float], length: list[int], reference: list[float]) -> Answers:
-    return Answers(
+def answers(logp: list[float], length: list[int], reference: list[float]) -> Responses:
+    return Responses(
         torch.tensor(logp, dtype=WIDE, requires_grad=True), torch.tensor(length, dtype=WIDE),
         torch.tensor(reference, dtype=WIDE),
     )  # fmt: skip
 
 
-def pair(nll: float = 0.0) -> Judged:
+def pair(nll: float = 0.0) -> PreferenceBatch:
     """Log-ratios +1 and -0.5; means -1 and -0.5."""
-    return Judged(answers([-4.0], [4], [-5.0]), answers([-1.0], [2], [-0.5]), nll=torch.tensor([nll], dtype=WIDE))
+    return PreferenceBatch(
+        answers([-4.0], [4], [-5.0]), answers([-1.0], [2], [-0.5]), nll=torch.tensor([nll], dtype=WIDE)
+    )
 
 
 def settings(name: str, **keys: float) -> PreferenceAlgorithm:
@@ -34,10 +36,10 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def gradients(name: str, judged: Judged, **keys: float) -> tuple[float, list[float]]:
+def gradients(name: str, batch: PreferenceBatch, **keys: float) -> tuple[float, list[float]]:
     """The loss of one item, and its slope in the log-probs."""
-    loss = PREFERENCE_METHODS[name].loss(judged, settings(name, **keys))
-    leaves = [side.logp for side in (judged.better, judged.worse) if side is not None]
+    loss = PREFERENCE_METHODS[name].loss(batch, settings(name, **keys))
+    leaves = [side.logp for side in (batch.better, batch.worse) if side is not None]
     slopes = torch.autograd.grad(loss.sum(), leaves)
     return loss.item(), [slope.item() for slope in slopes]
 
@@ -58,15 +60,15 @@ def test_ipo_by_hand() -> None:
 
 
 def test_ipo_is_content_with_the_lead_it_asks_for() -> None:
-    judged = Judged(answers([-1.0], [2], [-3.0]), answers([-2.0], [3], [-2.0]))
-    assert gradients("ipo", judged, beta=0.5) == (0.0, [0.0, 0.0])
+    batch = PreferenceBatch(answers([-1.0], [2], [-3.0]), answers([-2.0], [3], [-2.0]))
+    assert gradients("ipo", batch, beta=0.5) == (0.0, [0.0, 0.0])
 
 
 @pytest.mark.parametrize(("desirable", "sign", "weight"), [(True, 1, 1.5), (False, -1, 0.5)])
 def test_kto_by_hand(desirable: bool, sign: int, weight: float) -> None:
     """Ethayarajh et al., eq. 7 and 8: λ (1 - σ(β (r - z))) for good ones, λ (1 - σ(β (z - r))) for bad ones."""
-    judged = Judged(answers([-4.0], [4], [-5.0]), desirable=torch.tensor([desirable]), baseline=0.3)
-    loss, (slope,) = gradients("kto", judged, beta=0.2, desirable=1.5, undesirable=0.5)
+    batch = PreferenceBatch(answers([-4.0], [4], [-5.0]), desirable=torch.tensor([desirable]), baseline=0.3)
+    loss, (slope,) = gradients("kto", batch, beta=0.2, desirable=1.5, undesirable=0.5)
     value = sigmoid(sign * 0.2 * (1.0 - 0.3))
     assert loss == pytest.approx(weight * (1 - value), abs=1e-12)
     assert slope == pytest.approx(-weight * sign * 0.2 * value * (1 - value), abs=1e-12)
@@ -124,10 +126,10 @@ def test_rewards_order_responses_as_the_loss_does(name: str) -> None:
     ahead, behind = answers([-2.0], [2], [-4.0]), answers([-4.0], [2], [-2.0])
     assert method.reward(ahead, algorithm).item() > method.reward(behind, algorithm).item()
 
-    def loss(better: Answers, worse: Answers) -> Tensor:
+    def loss(better: Responses, worse: Responses) -> Tensor:
         if method.pairs:
-            return method.loss(Judged(better, worse, nll=torch.zeros(1)), algorithm)
-        return method.loss(Judged(better, desirable=torch.tensor([True])), algorithm)
+            return method.loss(PreferenceBatch(better, worse, nll=torch.zeros(1)), algorithm)
+        return method.loss(PreferenceBatch(better, desirable=torch.tensor([True])), algorithm)
 
     assert loss(ahead, behind).item() < loss(behind, ahead).item()
 
@@ -135,7 +137,9 @@ def test_rewards_order_responses_as_the_loss_does(name: str) -> None:
 def test_names_fill_in_their_keys_and_refuse_those_of_others() -> None:
     assert (settings("simpo").beta, settings("simpo").gamma) == (2.0, 1.0)
     assert (settings("kto").desirable, settings("dpo").desirable) == (1.0, None)
-    with pytest.raises(ValueError, match="gamma is no key of dpo, which has beta: leave it out"):
+    with pytest.raises(ValueError, match="gamma does not apply to dpo, whose keys are beta: remove it"):
         settings("dpo", gamma=1.0)
-    with pytest.raises(ValueError, match="'dop' is no preference method; there are dpo, ipo, kto, orpo, simpo"):
+    with pytest.raises(
+        ValueError, match="'dop': unknown preference method; expected one of dpo, ipo, kto, orpo, simpo"
+    ):
         settings("dop")

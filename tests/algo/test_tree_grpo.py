@@ -3,7 +3,7 @@
 import torch
 from torch import tensor
 
-from plaudit.algo.method import Rewarded, Scale
+from plaudit.algo.method import RewardBatch, Scale
 from plaudit.algo.methods import METHODS
 from plaudit.algo.methods.expert_iteration import best_alone
 from plaudit.algo.methods.tree_grpo import branch_relative
@@ -14,10 +14,10 @@ BRANCHES = [[[0, 2], [2, 3]], [[0, 2], [3, 4]], [[1, 1], [4, 3]], [[1, 1], [5, 2
 LENGTHS = [3, 4, 3, 2]
 
 
-def rewarded(rewards: list[float], scale: Scale = "none", **more: object) -> Rewarded:
+def rewarded(rewards: list[float], scale: Scale = "none", **more: object) -> RewardBatch:
     mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
     per_token = at_last_token(tensor(rewards), mask, LENGTHS)
-    return Rewarded(per_token, mask, LENGTHS, [7] * 4, 1.0, 1.0, scale, branches=BRANCHES)._replace(**more)  # type: ignore[arg-type]
+    return RewardBatch(per_token, mask, LENGTHS, [7] * 4, 1.0, 1.0, scale, branches=BRANCHES)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_a_part_is_worth_what_it_changes() -> None:

@@ -57,7 +57,7 @@ def test_the_command_tells_what_works_and_what_does_not(tmp_path: Path) -> None:
     assert "swapped" in page
     failed = plaudit(*asked, "--set", "train.minibatches=3")
     assert failed.returncode == 2
-    assert "do not divide into 3 minibatches" in failed.stderr
+    assert "are not a multiple of minibatches = 3" in failed.stderr
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_tool_calls_as_openai_clients_send_them_are_rendered_as_templates_expect
     for message in ({"content": None, **bare}, bare, {"content": "", "tool_calls": [call]}):
         assert render_chat(tokenizer, [*ASK, {"role": "assistant", **message}]) == ids
     wrong = {"type": "function", "function": {"name": "add", "arguments": "{a"}}
-    with pytest.raises(RequestError, match=r"arguments are '\{a', which is no JSON"):
+    with pytest.raises(RequestError, match=r"arguments are '\{a', which is not JSON"):
         render_chat(tokenizer, [*ASK, {"role": "assistant", "tool_calls": [wrong]}])
 
 
@@ -183,7 +183,7 @@ def test_roles_cannot_carry_control_strings() -> None:
         ([], "is empty"),
         ([{"content": "x"}], "message 0 has no role"),
         (["x"], "message 0 has no role"),
-        ([{"role": "user", "content": b"x"}], "holds a bytes"),
+        ([{"role": "user", "content": b"x"}], "contains a bytes"),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
         ([{"role": "user"}], "refuses these messages"),
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], "every Unicode noncharacter"),

@@ -37,7 +37,7 @@ def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> No
         models.smollm2_gguf()
     monkeypatch.setattr("plaudit.models.catalog.PACKAGE", "packaging")
     assert importlib.metadata.version("packaging")
-    with pytest.raises(ModelError, match=r"holds no .gguf file"):
+    with pytest.raises(ModelError, match=r"has no .gguf file"):
         models.smollm2_gguf()
 
 
@@ -46,7 +46,7 @@ def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (b"", "is not a GGUF file: it begins with b''"),
         (b"ABCD1234", "begins with b'ABCD'"),
-        (b"GGUF" + struct.pack("<I", 9), "version that is not 2 or 3"),
+        (b"GGUF" + struct.pack("<I", 9), "expected 2 or 3"),
         (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "truncated or damaged"),
     ],
 )

@@ -123,7 +123,7 @@ def test_revisions(hub: Hub) -> None:
         ("org/nobody", "the hub has no org/nobody, or it is private: check the name, or set HF_TOKEN"),
         ("org/gated", "org/gated is gated: accept its terms on its page, then set HF_TOKEN"),
         ("org/pickled", "org/pickled has no .safetensors file; pickled weights are not read"),
-        ("tiny", "'tiny' is no name of a hub's model; expected organisation/model"),
+        ("tiny", "'tiny' is not a hub model name; expected organisation/model"),
     ],
 )
 def test_what_cannot_be_pulled_is_one_line(hub: Hub, name: str, message: str) -> None:

@@ -66,7 +66,7 @@ def test_a_causal_lm_lends_its_trunk_only_when_asked(tmp_path: Path) -> None:
     module = causal()
     write_plain(module, tmp_path)
     for load in (models.load_reward, models.load_steps, models.load_value):
-        with pytest.raises(ModelError, match=r"holds a policy model, expected .* fresh_head=True"):
+        with pytest.raises(ModelError, match=r"contains a policy model, expected .* fresh_head=True"):
             load(tmp_path)  # type: ignore[operator]
     before = torch.get_rng_state()
     reward = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=4)
@@ -208,7 +208,7 @@ def test_a_judge_lends_its_trunk_to_a_head_of_the_same_name_and_another_shape(
     module = models.new_llama(found, **SHAPE, seed=1)
     models.save(module, byte_tokenizer(), tmp_path / "judge")
     load = {"reward": models.load_reward, "steps": models.load_steps}[wanted]
-    with pytest.raises(ModelError, match=f"holds a {found} model, expected a {wanted} model"):
+    with pytest.raises(ModelError, match=f"contains a {found} model, expected a {wanted} model"):
         load(tmp_path / "judge")
     loaded = load(tmp_path / "judge", fresh_head=True, seed=3)
     assert same(loaded.module.model, module.model)

@@ -134,7 +134,10 @@ def test_nothing_in_an_archive_is_run(where: str, tokenizer: str, tmp_path: Path
         ({"num_layers": 3}, "do not fit its model_config.yaml"),
         ({"hidden_size": "${.missing}"}, "hidden_size: None, expected a number"),
         ({"regression": {"num_attributes": 2}}, r"rm_head.weight with 2 rows, the archive \[1, 16\]"),
-        ({"tokenizer": {"library": "huggingface", "type": "a/b"}}, "no files of it; .*--tokenizer DIRECTORY"),
+        (
+            {"tokenizer": {"library": "huggingface", "type": "a/b"}},
+            "not contain its files; .*--tokenizer DIRECTORY",
+        ),
     ],
 )
 def test_archives_that_are_refused(change: dict[str, Any], words: str, tokenizer: str, tmp_path: Path) -> None:

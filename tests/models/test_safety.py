@@ -97,10 +97,10 @@ def test_beside_safetensors_a_pickle_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("config.json", {"auto_map": {"AutoConfig": "x.Y"}}, "asks for custom code"),
-        ("config.json", {"text_config": {"auto_map": {}}}, "asks for custom code"),
-        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "asks for custom code"),
-        ("config.json", {"attn_implementation": "somebody/kernel"}, "asks for downloaded kernels"),
+        ("config.json", {"auto_map": {"AutoConfig": "x.Y"}}, "requests custom code"),
+        ("config.json", {"text_config": {"auto_map": {}}}, "requests custom code"),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "requests custom code"),
+        ("config.json", {"attn_implementation": "somebody/kernel"}, "requests downloaded kernels"),
     ],
 )
 def test_custom_code_is_refused(file: str, change: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -158,5 +158,5 @@ def test_rollouts_that_die_again_and_again_save_the_state_of_all_ranks(tmp_path:
     _, said = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
     assert "3 times in a row without a sample" in said
-    assert "the state is saved: --resume goes on" in said
+    assert "the state is saved: --resume continues" in said
     assert (run / "checkpoints" / "latest").exists()

@@ -123,5 +123,5 @@ def test_a_small_step_moves_a_twentieth_of_the_bytes_and_ends_in_the_same_bits(k
 
 @pytest.mark.parametrize("placement", [{"name": "colocated"}, {"name": "disaggregated", "channel": "shared"}])
 def test_where_nothing_travels_changes_are_refused(placement: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"placement\.delta sends what has changed"):
+    with pytest.raises(ConfigError, match=r"placement\.delta sends changed weights"):
         recipe(placement={**placement, "delta": True})

@@ -185,17 +185,17 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
     ranks[victim].kill()
     _, said = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert f"rank {victim} was ended by SIGKILL; --resume goes on from the last checkpoint" in said
+    assert f"rank {victim} was ended by SIGKILL; --resume continues from the last checkpoint" in said
     assert not any(rank.is_running() for rank in ranks.values())
 
 
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({}, r"the ranks that train, resources.data_parallel × tensor_parallel = 1 × 1 = 1, are no whole number of "
+        ({}, r"the training ranks, resources.data_parallel × tensor_parallel = 1 × 1 = 1, are not a whole number of "
          r"engines: 1 / 2 = 0.5"),
-        ({"resources": {"data_parallel": 3}}, r"3 × 1 = 3, are no whole number of engines: 3 / 2 = 1.5"),
-        ({"resources": {"data_parallel": 2}, "placement": {"name": "hybrid"}, "processes": 1}, "of its own maps"),
+        ({"resources": {"data_parallel": 3}}, r"3 × 1 = 3, are not a whole number of engines: 3 / 2 = 1.5"),
+        ({"resources": {"data_parallel": 2}, "placement": {"name": "hybrid"}, "processes": 1}, "separate process maps"),
     ],
 )  # fmt: skip
 def test_ranks_that_make_no_engine_are_refused(tables: dict[str, Any], says: str) -> None:

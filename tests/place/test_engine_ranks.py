@@ -106,8 +106,8 @@ def check_taking(path: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"placement": {"name": "swapped"}}, "are no whole number of engines: 1 / 2 = 0.5"),
-        ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "options of its own"),
+        ({"placement": {"name": "swapped"}}, "are not a whole number of engines: 1 / 2 = 0.5"),
+        ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "its own options"),
     ],
 )
 def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], says: str) -> None:

@@ -139,15 +139,15 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("tables", "rollout", "says"),
     [
-        ({"placement": APART}, {"nodes": 2, "processes": 3}, r"engines do not divide over them: 3 / 2 = 1\.5; set"),
+        ({"placement": APART}, {"nodes": 2, "processes": 3}, r"engines do not divide evenly over them: 3 / 2 = 1\.5"),
         ({}, {"nodes": 1}, 'placement.name = "colocated" generates where the policy trains'),
         ({"placement": {"name": "hybrid"}}, {"nodes": 1, "processes": 1}, 'placement.name = "hybrid" generates where'),
         ({"placement": {**APART, "channel": "shared"}}, {"nodes": 1}, 'set "collective", "reshard" or "disk"'),
         ({"placement": APART, "ray": "local"}, {"nodes": 1}, 'resources.ray = "local" starts the processes'),
-        ({"placement": APART}, {"nodes": 2, "processes": 2, "prefill": 1}, "hands over KV within a machine"),
-        ({"placement": APART}, {"nodes": 1, "devices": ["cpu"]}, "are of the trainer's machine: leave them out"),
-        ({"placement": APART, "engine": {"name": "vllm", "url": "http://a"}}, {"nodes": 1}, "is named by engine.url"),
-        ({"placement": APART}, {"address": "a"}, r"nodes = 0: set their number, or leave it out"),
+        ({"placement": APART}, {"nodes": 2, "processes": 2, "prefill": 1}, "transfers KV within one machine"),
+        ({"placement": APART}, {"nodes": 1, "devices": ["cpu"]}, "are for the trainer's machine: remove them"),
+        ({"placement": APART, "engine": {"name": "vllm", "url": "http://a"}}, {"nodes": 1}, "is a server, given by"),
+        ({"placement": APART}, {"address": "a"}, r"nodes = 0: set nodes, or remove address"),
     ],
 )  # fmt: skip
 def test_what_machines_of_their_own_cannot_do_is_refused(
@@ -309,7 +309,7 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
     (engine if victim == "generates" else trainers[1]).lose()
     assert trainers[0].ended(ENDS_WITHIN) != 0
     if victim == "generates":
-        why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume goes on"
+        why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume continues"
         assert why in trainers[0].report
         assert trainers[1].ended(ENDS_WITHIN) != 0
         engine = start(rollouts(run))

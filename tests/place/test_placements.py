@@ -121,11 +121,11 @@ def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: R
     ("tables", "said"),
     [
         ({"placement": {"name": "async"}, "resources": {"rollout": {"processes": 0}}}, "set 1 or more"),
-        ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: leave it out"),
+        ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: remove it"),
         ({"placement": {"name": "hybrid", "channel": "disk"}}, "are shared"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"devices": ("cuda:0", "cuda:1")}}},
-            r"2 device\(s\) for 1 process",
+            r"lists 2 for 1 process",
         ),
     ],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> N
         **stale, algorithm={"correction": {"cap": 3.0}}
     ).algorithm.correction  # a key of it is no choice of the mode
     assert (capped.mode, capped.cap) == ("truncate", 3.0)
-    with pytest.raises(ConfigError, match=r"cap = 3.0 does nothing with mode = \"none\""):
+    with pytest.raises(ConfigError, match=r"cap = 3.0 has no effect with mode = \"none\""):
         recipe(algorithm={"correction": {"cap": 3.0}})
 
 
@@ -162,9 +162,7 @@ def test_resources_that_are_not_there_are_refused_with_the_arithmetic(
     ):
         train(tmp_path / "c", small(1, GRPO, **placed, resources={"rollout": {"processes": 9999}}), rollout_host)
     elsewhere = {"rollout": {"devices": ("cuda:99",)}}
-    with pytest.raises(
-        ConfigError, match=r"devices names 'cuda:99', and this machine has \d+ GPU\(s\): name one of cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"devices has 'cuda:99', and this machine has \d+ GPU\(s\): use one of cpu"):
         train(tmp_path / "d", small(1, GRPO, **placed, resources=elsewhere), rollout_host)
 
 

@@ -222,5 +222,5 @@ def test_a_run_with_a_process_that_reads_and_one_that_goes_on_has_the_same_sampl
 
 def test_roles_that_cannot_be_are_refused() -> None:
     for tables in (split(2, 2), {**split(2, 1), "placement": {"name": "hybrid"}}):
-        with pytest.raises(ConfigError, match="others must go on"):
+        with pytest.raises(ConfigError, match="others must decode"):
             recipe(**tables)

@@ -260,7 +260,7 @@ def test_a_run_that_is_lost_again_and_again_has_a_last_word(
     ("tables", "message"),
     [
         ({"resources": {"reward": {"processes": 2}}}, r"are Ray actors: set resources\.ray"),
-        ({"resources": {"ray": "auto", "cores": [0]}}, r"resources\.cores = \[0\] is of this machine"),
+        ({"resources": {"ray": "auto", "cores": [0]}}, r"resources\.cores = \[0\] is for this machine"),
         (
             {"placement": {"name": "hybrid"}, "resources": {"ray": "auto", "rollout": {"processes": 1}}},
             "would map the learner's memory",

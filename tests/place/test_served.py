@@ -120,10 +120,13 @@ def test_generation_goes_on_while_it_trains(url: str, tmp_path: Path) -> None:
     ("tables", "said"),
     [
         ({"engine": {"url": "http://127.0.0.1:1"}}, r'engine.url is for a server, and engine.name = "core"'),
-        ({"engine": {"name": "vllm"}}, "needs either engine.url"),
-        ({"engine": {"name": "vllm", "url": "http://h", "python": "python"}}, "needs either engine.url"),
-        ({"engine": {"name": "sglang", "python": "python"}}, "start them, and give engine.url"),
-        ({"engine": engine("http://h"), "placement": {"name": "colocated"}}, 'set name = "disaggregated" or "async"'),
+        ({"engine": {"name": "vllm"}}, "needs exactly one of engine.url"),
+        ({"engine": {"name": "vllm", "url": "http://h", "python": "python"}}, "needs exactly one of engine.url"),
+        ({"engine": {"name": "sglang", "python": "python"}}, "start them and set engine.url"),
+        (
+            {"engine": engine("http://h"), "placement": {"name": "colocated"}},
+            'set placement.name = "disaggregated" or "async"',
+        ),
         (
             {"engine": engine("http://h"), "placement": {"name": "disaggregated", "channel": "shared"}},
             'placement.channel = "disk", not "shared"',

@@ -146,4 +146,4 @@ def test_the_command_prints_a_table_or_data() -> None:
     assert data["batch_delay_seconds"] == 0
     assert [s["dollars_per_hour"] is None for s in data["services"]] == [False, True]
     lonely = plaudit_here("plan", "--model", "qwen2.5-7b", "--rate", "50", cwd=ROOT)
-    assert "name its model with --serve" in lonely.stderr
+    assert "set its model with --serve" in lonely.stderr

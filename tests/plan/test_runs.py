@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
         (("--from", log, *WORDS, "--out", tmp_path / "x.toml"), "--generation-layout and --training-layout"),
         (("--from", log, *WORDS[:3], "2x8xH100", *WORDS[4:]), "by its throughput the run of"),
         (("--from", log, *WORDS, *LAYOUTS[:2], "--training-layout", "tq8"), "'tq8' is none of tpN"),
-        (("--model", "llama-3.1-8b", *LAYOUTS), "name the run with --from"),
+        (("--model", "llama-3.1-8b", *LAYOUTS), "set the run with --from"),
     ]  # fmt: skip
     for words, told in cases:
         run = plaudit(*words)

@@ -81,8 +81,8 @@ def test_settings_are_written_and_refused_in_one_line(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(out)]).returncode == 0
     cases = {
         (*WORDS, "--settings", "verlx"): "unknown project 'verlx' for --settings; did you mean 'verl'?",
-        (*WORDS[:4], "--placement", "async", "--settings", "trl"): "can be said in its settings; the fastest asks for",
-        (*WORDS, "--settings", "verl", "--json"): "leave out --for, --json",
+        (*WORDS[:4], "--placement", "async", "--settings", "trl"): "can be expressed in its settings; the fastest",
+        (*WORDS, "--settings", "verl", "--json"): "remove --for, --json",
         ("--model", "llama-3.1-70b", "--hardware", "1x1xH100", "--settings", "verl"): "fits on 1x1xH100 SXM in no plan",
     }
     for words, told in cases.items():

@@ -29,10 +29,10 @@ def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> No
     run = made(tmp_path / "run", apart=0.0)
     line = "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner bit-identical in every step"
     assert read_history(run).proof == [line]
-    keep(Verdict(True, "equal to the bit: step 2, made again from the start"), run)
+    keep(Verdict(True, "equal to the bit: step 2, recomputed from the start"), run)
     history = read_history(run)
     assert history.proof[1].startswith("verified 20")
-    assert history.proof[1].endswith(": equal to the bit: step 2, made again from the start")
+    assert history.proof[1].endswith(": equal to the bit: step 2, recomputed from the start")
     console = Console(record=True, width=200, file=io.StringIO())
     print_report([history], console)
     shown = console.export_text()

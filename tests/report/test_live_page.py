@@ -194,7 +194,7 @@ def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
 
     done = driven(stop)
     assert done.returncode == 2
-    assert "at step 1 of 4, state saved: --resume goes on" in done.stderr
+    assert "at step 1 of 4, state saved: --resume continues" in done.stderr
     assert done.stderr.count("live page: http://127.0.0.1:") == 1
     token = done.stderr.partition("/#")[2].split()[0]
     resumed = driven(go_on, "--resume")

@@ -60,7 +60,7 @@ def test_by_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('kind = "outcome"\npath = "x"', "takes no path"),
+        ('kind = "outcome"\npath = "x"', "remove path"),
         ('kind = "outcome"\npol = "mean"', "did you mean 'pool'"),
         ('kind = "rule"\nrule = "exact"', "unknown key 'path'|outcome or process"),
         ('pool = "mean"', "kind is missing"),

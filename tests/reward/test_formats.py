@@ -223,13 +223,13 @@ def test_aggregates_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"tag": "x"}, "with a tag read"),
-        ({"read": "tag"}, "with a tag read"),
+        ({"tag": "x"}, "with a tag, read must be"),
+        ({"read": "tag"}, "with a tag, read must be"),
         ({"tag": "x", "read": "tag"}, "end = false"),
         ({"joined": True}, "joined = true needs"),
         ({"chat": "turns"}, 'chat = "turns" needs'),
         ({"columns": ["+"], "label": "good"}, "give one of them"),
-        ({"prompt": "no place"}, "prompt needs a"),
+        ({"prompt": "no place"}, "must contain {prompt}"),
         ({"split": ""}, "split is empty"),
         ({"splt": ";"}, "did you mean 'split'"),
         ("math-sheperd", "did you mean 'math-shepherd'"),

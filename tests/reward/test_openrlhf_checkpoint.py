@@ -62,5 +62,5 @@ def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
     path, module = checkpoint(tmp_path, "score")
     module.score = nn.Linear(32, 2, bias=False)
     module.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"one head NAME.weight of shape \(1, hidden\); found none"):
+    with pytest.raises(ModelError, match=r"one head NAME.weight of shape \(1, hidden\); got none"):
         load_any(path)

@@ -143,7 +143,7 @@ def test_ground_is_for_auto(tmp_path: Path) -> None:
     ground = "search.ground={steps=8,accuracy=0.3,auc=0.8}"
     done = plaudit_here("search", "--method", "ets", "--set", ground, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "ground is for method = \"auto\", and this is 'ets'" in done.stderr
+    assert "ground is for method = \"auto\", and method = 'ets'" in done.stderr
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ def searched(**data: Any) -> Any:
 
 def test_a_gym_is_one_source_and_has_no_end() -> None:
     assert searched(**SUMS, limit=3).data.gym == "chain_sum"
-    with pytest.raises(ConfigError, match=r"a gym has no end: say how many questions with data\.limit"):
+    with pytest.raises(ConfigError, match=r"a gym is unlimited: set the number of questions with data\.limit"):
         searched(**SUMS)
-    with pytest.raises(ConfigError, match=r"give one of data\.world .*; found \['world', 'gym'\]"):
+    with pytest.raises(ConfigError, match=r"give one of data\.world .*; got \['world', 'gym'\]"):
         searched(world="sums", **SUMS, limit=3)
     with pytest.raises(ConfigError, match="shots are turns of a chat"):
         searched(**SUMS, limit=3, shots=[["1 + 1 =", "2"]])

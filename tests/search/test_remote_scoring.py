@@ -141,11 +141,11 @@ def test_tables_that_cannot_be_are_refused() -> None:
     base = {"model": {"path": "m"}, "data": {"path": "q"}}
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, r"give \[prm\], which scores steps, or \[orm\]"),
-        ({"orm": {"path": "o"}}, "chooses among steps: it needs a"),
+        ({"orm": {"path": "o"}}, "selects steps by score and needs a"),
         ({"prm": {"protocol": "vllm", "path": "p"}}, 'protocol = "vllm" needs the url'),
-        ({"prm": {"protocol": "vllm", "url": "http://h"}}, "needs a path: where the model's tokenizer is"),
-        ({"orm": {"protocol": "openai", "url": "http://h", "path": "o"}}, "an outcome model has a head"),
-        ({"orm": {"protocol": "sglang", "url": "http://h", "pairs": True}}, 'pairs is for protocol = "vllm"'),
+        ({"prm": {"protocol": "vllm", "url": "http://h"}}, "needs path, a directory with the model's tokenizer"),
+        ({"orm": {"protocol": "openai", "url": "http://h", "path": "o"}}, "an outcome model has a score head"),
+        ({"orm": {"protocol": "sglang", "url": "http://h", "pairs": True}}, 'pairs needs protocol = "vllm"'),
     ]
     for tables, message in cases:
         with pytest.raises(ConfigError, match=message):

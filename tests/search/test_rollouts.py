@@ -147,10 +147,10 @@ def test_what_is_cut_and_what_cannot_be_scored() -> None:
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch makes trees without one"),
-        ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "plays turns: leave one out"),
-        ({"sampling": {"step": ""}}, "must end a step, not a response"),
-        ({"sampling": {"step": ";"}, "resources": {"data_parallel": 2}}, "name 2 ranks, not one"),
+        ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch builds trees without one"),
+        ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "is multi-turn: remove one"),
+        ({"sampling": {"step": ""}}, "must delimit steps"),
+        ({"sampling": {"step": ";"}, "resources": {"data_parallel": 2}}, "set 2 ranks, not one"),
         ({"search": {"prm": {}}}, "either path or url"),
         ({"search": {**SEARCH, "method": "mcts"}}, "mcts"),
     ],
@@ -174,7 +174,7 @@ def test_a_run_is_made_again_to_the_bit(algorithm: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     again = plaudit_here("verify", str(tmp_path / "run"))
     assert again.returncode == 0, again.stdout
-    assert "equal to the bit: steps 3 to 4, made again from step-000002: samples, log-probs, rewards" in again.stdout
+    assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in again.stdout
     steps = [e["values"] for e in read_events(tmp_path / "run") if e["kind"] == "metric" and "loss" in str(e["values"])]
     searched = [values for values in steps if "tree/discarded" in values]
     assert len(searched) == 4

@@ -408,7 +408,7 @@ def test_what_cannot_be_is_refused() -> None:
         load_search(None, {"search.widht": 4})
     with pytest.raises(ConfigError, match=r"search\.method = 'etz'"):
         load_search(None, {"search.method": "etz"})
-    with pytest.raises(ConfigError, match="reads the PRM's own states"):
+    with pytest.raises(ConfigError, match="needs the PRM's hidden states"):
         load_search(None, {}, ['prm={url="http://127.0.0.1:5555"}'])
     with pytest.raises(ConfigError, match="has no group"):
         load_search(None, {"steps.answer": "#"})

@@ -101,8 +101,8 @@ def test_what_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"search": {"method": "auto"}}, "measures by a pilot of one process: leave processes out"),
-        ({"engine": {"name": "openai", "url": "http://127.0.0.1:1"}}, "engine.url names a server: leave it out"),
+        ({"search": {"method": "auto"}}, "runs its pilot in one process: remove processes"),
+        ({"engine": {"name": "openai", "url": "http://127.0.0.1:1"}}, "engine.url is a server: remove processes"),
     ],
 )
 def test_what_processes_do_not_do_is_refused(tables: dict[str, Any], why: str, tmp_path: Path) -> None:

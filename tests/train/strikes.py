@@ -1,5 +1,5 @@
 """kill -9 and SIGSTOP of each kind of process of one run: a rank that trains, the main one and another, and each rank
-of an engine. An engine is replaced while the run goes on; a rank that trains ends the command, and --resume goes on.
+of an engine. An engine is replaced while the run goes on; a rank that trains ends the command, and --resume continues.
 
 The run's reward is tests/train/held.py, which holds it while a process is struck: no run is over before that.
 """
@@ -73,7 +73,7 @@ class Strikes:
         assert child.wait(HANG_SECONDS) != 0
         self._note(f"rank {rank} of training", number, step, begun)
         how = "ended by SIGKILL" if number == signal.SIGKILL else "stopped (SIGSTOP) for 10 s and was ended"
-        assert f"rank {rank} was {how}; --resume goes on from the last checkpoint" in self._said()
+        assert f"rank {rank} was {how}; --resume continues from the last checkpoint" in self._said()
         self._allow(FREE)  # the rule's own process comes to its end, too
         _, left = psutil.wait_procs(below, timeout=HANG_SECONDS)
         assert not left, "they end with the command"

@@ -320,7 +320,7 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
 
     (sample,) = play(agent, [Prompt("hello", (1,))], engine=engine, sampling=SamplingTable(max_tokens=256))
     assert (sample.error, sample.extra["turns"]) == (None, 2)
-    assert found == ["the model's chat template leaves tool messages out: give them the role user"]
+    assert found == ["the model's chat template drops tool messages: give them the role user"]
 
 
 # The same request again, and requests that continue nothing
@@ -417,7 +417,7 @@ def test_branches_are_samples_of_their_own_and_learned_once() -> None:
         ({"temperature": 0.2}, "sampling.temperature = 1"), ({"top_p": 0.5}, "sampling.top_p = 1"),
         ({"top_k": 5}, "sampling.top_k = 0"), ({"seed": 1}, "agent.ignore_sampling"),
         ({"logit_bias": {"5": 3.0}}, "agent.ignore_sampling"), ({"n": 2}, "n is 2"),
-        ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "writes no tools"),
+        ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "does not render tools"),
     ],
 )  # fmt: skip
 def test_what_would_not_be_learned_from_is_refused(fields: Message, named: str) -> None:
@@ -472,8 +472,8 @@ def test_a_conversation_has_its_budget() -> None:
     [
         (lambda *_: 1 / 0, ItemError("agent_failed", "ZeroDivisionError: division by zero")),
         (lambda *_: sys.exit("no more"), ItemError("agent_failed", "SystemExit: no more")),
-        (lambda *_: 1.0, ItemError("agent_failed", "the agent returned without an answer of the policy")),
-        (lambda *_: time.sleep(SECONDS), ItemError("timeout", "the agent: no answer in 0.3 s (agent.timeout)")),
+        (lambda *_: 1.0, ItemError("agent_failed", "the agent returned without a response of the policy")),
+        (lambda *_: time.sleep(SECONDS), ItemError("timeout", "the agent: no response within 0.3 s (agent.timeout)")),
     ],
 )  # fmt: skip
 def test_an_agent_that_fails_costs_its_own_sample(agent: Any, error: ItemError) -> None:
@@ -643,15 +643,15 @@ def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice()
 
 
 def test_a_run_with_an_agent_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[agent\] plays whole responses"):
+    with pytest.raises(ConfigError, match=r"\[agent\] runs whole episodes"):
         recipe(agent={"function": "a:b"}, environment={"name": "calculator"})
-    with pytest.raises(ConfigError, match="resources name 2"):
+    with pytest.raises(ConfigError, match="resources set 2"):
         recipe(agent={"function": "a:b"}, resources={"data_parallel": 2})
     file = tmp_path / "mine.py"
     file.write_text("NUMBER = 1\ndef short(prompt): ...\ndef play(prompt, base_url, api_key, bonus=0.0): ...\n")
     for name, options, message in (
         ("nowhere.py:play", {}, "no file nowhere.py"), (f"{file}", {}, "not of the form"),
-        (f"{file}:other", {}, "has no attribute 'other'"), (f"{file}:NUMBER", {}, "is a int, and not a function"),
+        (f"{file}:other", {}, "has no attribute 'other'"), (f"{file}:NUMBER", {}, "is a int, expected a function"),
         (f"{file}:short", {}, "cannot be called as"), (f"{file}:play", {"bonis": 1.0}, "unexpected.*'bonis'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):

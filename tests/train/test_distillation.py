@@ -144,17 +144,17 @@ class Mute(LocalTeacher):
 
 def test_a_teacher_without_an_answer_ends_the_step_and_is_never_0() -> None:
     teacher = Mute(policy(tiny(), {"name": "grpo"}), VOCABULARY)
-    with pytest.raises(RunError, match="the teacher big gave log-probs that are no finite numbers"):
+    with pytest.raises(RunError, match="the teacher big returned non-finite log-probs"):
         Teachers({"big": teacher}, {"big": 0}).read(made_up())
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({}, r'learns from teachers alone, and there are none: give one, such as \[algorithm.teachers.NAME\]'),
-        ({"teachers": {"a": {}}}, "a teacher has one home: give path"),
-        ({"teachers": {"a": {"path": "x", "url": "http://y"}}}, "a teacher has one home: give path"),
-        ({"teachers": {"a": {"path": "x", "model": "y"}}}, "model = 'y' is for a teacher behind url"),
+        ({}, r'learns from teachers only, and there are none: add one, such as \[algorithm.teachers.NAME\]'),
+        ({"teachers": {"a": {}}}, "give a teacher either path"),
+        ({"teachers": {"a": {"path": "x", "url": "http://y"}}}, "give a teacher either path"),
+        ({"teachers": {"a": {"path": "x", "model": "y"}}}, "model = 'y' is for a teacher with url"),
         ({"teachers": {"a": {"url": "http://y", "top_k": 4}}}, "top_k = 4 needs the teacher's likeliest tokens"),
         ({"teachers": {"a": {"path": "x", "weight": 0.0}}}, "weight"),
     ],
@@ -234,7 +234,7 @@ def test_another_vocabulary_is_refused_in_one_line(stranger: Path, tmp_path: Pat
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert (
-        f"algorithm.teachers.big: {stranger} has another vocabulary, of 19 tokens to the policy's 18: token 18 is "
+        f"algorithm.teachers.big: {stranger} has a different vocabulary, of 19 tokens to the policy's 18: token 18 is "
         in line
     )
     assert "'carry' there and None here" in line
@@ -276,7 +276,7 @@ def test_a_served_teacher_with_another_vocabulary_is_refused(server: ServerProce
     ours = load_policy("sums-policy").tokenizer
     swapped = ours.backend_tokenizer.to_str().replace('"7"', '"?"').replace('"8"', '"7"').replace('"?"', '"8"')
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(swapped))
-    with pytest.raises(ConfigError, match=r"has another vocabulary: token \d+ is '7' there and '8' here"):
+    with pytest.raises(ConfigError, match=r"has a different vocabulary: token \d+ is '7' there and '8' here"):
         ServedTeacher("t", TeacherTable(url=server.url), other)
     ours.add_tokens(["carry"])
     with pytest.raises(TeacherFailed, match=r"the teacher t at .* refuses /generate \(400\): .*18"):
@@ -301,5 +301,5 @@ def test_a_teacher_that_is_away_is_an_error_with_the_cure(tmp_path: Path) -> Non
     done = plaudit_here("train", str(file), "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "did not answer within 0.3 s (algorithm.teachers.t.patience)" in line
+    assert "did not respond within 0.3 s (algorithm.teachers.t.patience)" in line
     assert "start its server there, then --resume" in line

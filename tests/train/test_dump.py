@@ -81,12 +81,12 @@ def test_a_damaged_file_is_told_by_line(tmp_path: Path) -> None:
     dump.write(1, Batch(tuple(made_up())), 1)
     whole = dump.path(1).read_text()
     dump.path(1).write_text(whole + '{"drawn": 1}\n')
-    with pytest.raises(DataError, match=r"step-000001.jsonl:7 is no sample of a dump: KeyError"):
+    with pytest.raises(DataError, match=r"step-000001.jsonl:7 is not a dumped sample: KeyError"):
         dump.read(1)
     dump.path(1).write_text(whole[:-20])
-    with pytest.raises(DataError, match=r"step-000001.jsonl:6 is no sample"):
+    with pytest.raises(DataError, match=r"step-000001.jsonl:6 is not a dumped sample"):
         dump.read(1)
-    with pytest.raises(DumpEnded, match=r"step-000002.jsonl is not there: the dump has steps 1 to 1"):
+    with pytest.raises(DumpEnded, match=r"step-000002.jsonl does not exist: the dump has steps 1 to 1"):
         dump.read(2)
     with pytest.raises(RunError, match=r"train with train.dump = true"):
         Dump.find(tmp_path / "nowhere")
@@ -96,7 +96,7 @@ def test_the_dump_of_another_model_is_refused(tmp_path: Path, made: Path) -> Non
     samples, drawn = Dump.find(made).read(1)
     other = Dump(tmp_path / "other")
     other.write(1, Batch((replace(samples[0], prompt_ids=(99,)), *samples[1:])), drawn)
-    with pytest.raises(DataError, match=r"token id 99 .* it is the dump of another model"):
+    with pytest.raises(DataError, match=r"token id 99 .* the dump is of another model"):
         train(tmp_path / "run", recipe(train={"steps": 1}), other)
 
 

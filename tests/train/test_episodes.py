@@ -271,7 +271,7 @@ def test_turns_are_limited() -> None:
         (SystemExit(1), "environment_failed", "SystemExit: 1"),
         (Turn(reward=float("nan")), "environment_failed", "ValueError: the reward is nan, expected a finite number"),
         (Turn("\ud800"), "environment_failed", "RequestError: the text is not Unicode: lone surrogate '\\ud800' at 0"),
-        (lambda: time.sleep(30), "timeout", "no answer in 0.2 s"),
+        (lambda: time.sleep(30), "timeout", "no response within 0.2 s"),
     ],
 )
 def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, message: str) -> None:
@@ -344,8 +344,8 @@ class Door(Calculator):
         ("reset", "", "Ajar.reset: OSError: no space"),
         ("step", "", "Ajar.step: OSError: no space"),
         ("close", "", "Ajar.close: OSError: no space"),
-        ("", "step", "Ajar.step: no answer in 0.2 s"),
-        ("", "close", "Ajar.close: no answer in 0.2 s"),
+        ("", "step", "Ajar.step: no response within 0.2 s"),
+        ("", "close", "Ajar.close: no response within 0.2 s"),
     ],
 )
 def test_every_environment_is_closed_once(fails: str, hangs: str, error: str | None) -> None:
@@ -628,10 +628,10 @@ def test_an_observation_may_be_a_message_of_the_tool() -> None:
     encoder = ObservationEncoder(tokenizer)
     between = "\n<|im_start|>tool\n15<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(encoder.tokens("15", chat=True, last=tokenizer.eos_token_id, role="tool")) == between
-    with pytest.raises(ConfigError, match="the prompt is none"):
+    with pytest.raises(ConfigError, match="the prompt is plain text"):
         encoder.tokens("15", chat=False, last=5, role="tool")
     tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if m['role'] != 'tool' %}")
-    with pytest.raises(ConfigError, match="leaves tool messages out"):
+    with pytest.raises(ConfigError, match="drops tool messages"):
         ObservationEncoder(tokenizer).tokens("15", chat=True, last=5, role="tool")
 
 

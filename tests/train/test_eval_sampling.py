@@ -85,7 +85,7 @@ def test_a_resumed_run_may_evaluate_otherwise_and_says_so(tmp_path: Path) -> Non
 def test_what_cannot_be_evaluated_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eval\.temperature = 0 gives the same .* train.eval_samples = 4: set one"):
         recipe(train={"eval_samples": 4}, sampling=GREEDY)
-    with pytest.raises(ConfigError, match=r"temperature = 0 takes the likeliest token: leave out top_k = 5"):
+    with pytest.raises(ConfigError, match=r"temperature = 0 is greedy decoding, which ignores top_k = 5: remove top_k"):
         recipe(sampling={"eval": {"temperature": 0.0, "top_k": 5}})
     filtered = recipe(sampling={"top_p": 0.9, "eval": {"temperature": 0.0}}).sampling
     assert (filtered.top_p, filtered.evaluating().top_p) == (0.9, 1.0)

@@ -142,12 +142,12 @@ def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, 
 @pytest.mark.parametrize(
     ("resources", "message"),
     [
-        ({"data_parallel": 3, "expert_parallel": 2}, r"data_parallel × context_parallel = 3 × 1 ranks share experts "
-         r"out in groups of expert_parallel = 2, and 3 / 2 = 1.5 is no whole number"),
+        ({"data_parallel": 3, "expert_parallel": 2}, r"data_parallel × context_parallel = 3 × 1 ranks form groups "
+         r"of expert_parallel = 2, and 3 / 2 = 1.5 is not a whole number"),
         ({"data_parallel": 3, "expert_parallel": 4, "tensor_parallel": 2}, r"data_parallel × context_parallel × "
-         r"tensor_parallel = 3 × 1 × 2 ranks .* 6 / 4 = 1.5 is no whole number"),
-        ({"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 4}, r"tensor_parallel = 4 ranks have the same "
-         r"tokens, .* one group of expert_parallel = 2: 2 / 4 = 0.5 is no whole number"),
+         r"tensor_parallel = 3 × 1 × 2 ranks .* 6 / 4 = 1.5 is not a whole number"),
+        ({"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 4}, r"all tensor_parallel = 4 ranks .* the "
+         r"same expert_parallel = 2 group, and 2 / 4 = 0.5 is not a whole number"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_experts_out_are_refused_with_the_recipe(

@@ -24,7 +24,7 @@ def documented() -> Method:
 
 
 def test_a_method_of_ones_own_trains_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'toy' is no algorithm; there are ppo, reinforce, "):
+    with pytest.raises(ConfigError, match="'toy': unknown algorithm; expected one of ppo, reinforce, "):
         recipe(algorithm={"name": "toy"})
     monkeypatch.setitem(METHODS, "toy", documented())
     ours = recipe(algorithm={"name": "toy"})

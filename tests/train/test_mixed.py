@@ -121,13 +121,13 @@ def test_a_measure_of_other_prompts_and_a_range_without_any_are_refused(file: st
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"world": "sums", "keep": (0.1, 0.9)}, "give data.measured"),
-        ({"world": "sums", "measured": "runs/x"}, "give data.limit"),
+        ({"world": "sums", "keep": (0.1, 0.9)}, "set data.measured"),
+        ({"world": "sums", "measured": "runs/x"}, "set data.limit"),
         ({"path": "x", "measured": "runs/x", "keep": (0.9, 0.1)}, r"must be \[lowest, highest\]"),
-        ({"sources": {"a": {"world": "sums"}}, "world": "sums"}, "found .*'world', 'sources'"),
+        ({"sources": {"a": {"world": "sums"}}, "world": "sums"}, "got .*'world', 'sources'"),
         ({"sources": {"a": {"world": "sums"}}, "chat": True}, "such as data.sources.a.chat"),
         ({"sources": {"a": {"world": "sums", "weight": 0.0}}}, "greater than 0"),
-        ({"sources": {"a": {"sources": {"b": {"world": "sums"}}}}}, "no sources of its own"),
+        ({"sources": {"a": {"sources": {"b": {"world": "sums"}}}}}, "a source cannot have sources"),
     ],
 )
 def test_what_cannot_work_is_refused(data: dict[str, Any], said: str) -> None:

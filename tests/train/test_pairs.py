@@ -78,9 +78,9 @@ def test_rollouts_become_pairs_that_a_reward_model_learns_from(
 def test_what_gives_no_pairs_is_refused(tmp_path: Path) -> None:
     dump = Dump(tmp_path / "rollouts")
     dump.write(1, Batch((said("a", 1.0), said("b", 1.0))), 1)
-    with pytest.raises(DataError, match="0 pairs of 1 prompts; 1 prompts have responses of equal reward only; take"):
+    with pytest.raises(DataError, match="0 pairs of 1 prompts; 1 prompts have responses of equal reward only; use"):
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)
     assert not (tmp_path / "pairs.jsonl").exists()
     dump.write(1, Batch(tuple(replace(said(text, float(text == "a")), extra={"prompt": "7+8="}) for text in "ab")), 1)
-    with pytest.raises(DataError, match="do not say what they answer: it is of an older Plaudit"):
+    with pytest.raises(DataError, match="the dump has no prompts with its samples: an older Plaudit wrote it"):
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)

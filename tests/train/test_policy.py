@@ -251,7 +251,7 @@ def test_the_reward_of_a_cut_response_counts_once() -> None:
     assert returns(2.0) == [2.0, 2.0]
     assert returns(0.5, bootstrap=True, gamma=0.5) == [0.125, 0.25]
     assert returns(4.0, bootstrap=True, gamma=0.5) == [1.0, 2.0]
-    with pytest.raises(ConfigError, match=r"bootstrap = true with gamma = 1: .* Leave bootstrap out, or set gamma"):
+    with pytest.raises(ConfigError, match=r"bootstrap = true with gamma = 1: .* Remove bootstrap, or set gamma"):
         returns(0.5, bootstrap=True)
 
 

@@ -312,7 +312,7 @@ def test_a_world_is_learned_from_the_policys_own_responses(tmp_path: Path, name:
     kept.unlink()
     again = train("sums-dpo", "--out", str(run), "--resume", sets=[*sets, "train.steps=3"])
     assert again.returncode == 2
-    assert "rows.jsonl is gone, which the run learns from: put it back, or start over with --fresh" in again.stderr
+    assert "rows.jsonl is missing and the run trains on it: restore it, or start over with --fresh" in again.stderr
 
 
 @pytest.mark.slow
@@ -338,14 +338,14 @@ def test_a_resumed_run_still_measures_from_the_policy_of_the_start(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "row", "says"),
     [
-        ("dpo", {"chosen": "#8", "rejected": "#8"}, "chosen and rejected are both '#8': remove the line"),
-        ("dpo", {"chosen": "#8", "rejected": ""}, "needs a text 'rejected', found ''"),
-        ("dpo", {"chosen": None, "rejected": "#8"}, "needs a text 'chosen', found None"),
-        ("simpo", {"response": "#8", "label": True}, "needs a text 'chosen', found None"),
-        ("dpo", {"chosen": "1" * 400, "rejected": "#8"}, "tokens, but the model takes 256; shorten or remove it"),
-        ("kto", {"chosen": "#8", "rejected": "#9"}, "needs a 'label', true or false, found None"),
-        ("kto", {"response": "#8", "label": 1}, "needs a 'label', true or false, found 1"),
-        ("kto", {"response": "", "label": True}, "needs a text 'response', found ''"),
+        ("dpo", {"chosen": "#8", "rejected": "#8"}, "chosen and rejected are both '#8': remove the row"),
+        ("dpo", {"chosen": "#8", "rejected": ""}, "needs a text 'rejected', got ''"),
+        ("dpo", {"chosen": None, "rejected": "#8"}, "needs a text 'chosen', got None"),
+        ("simpo", {"response": "#8", "label": True}, "needs a text 'chosen', got None"),
+        ("dpo", {"chosen": "1" * 400, "rejected": "#8"}, "tokens exceed the model's 256; shorten or remove it"),
+        ("kto", {"chosen": "#8", "rejected": "#9"}, "needs a 'label', true or false, got None"),
+        ("kto", {"response": "#8", "label": 1}, "needs a 'label', true or false, got 1"),
+        ("kto", {"response": "", "label": True}, "needs a text 'response', got ''"),
     ],
 )
 def test_a_bad_line_is_told_before_the_first_step(tmp_path: Path, name: str, row: dict[str, Any], says: str) -> None:
@@ -364,4 +364,4 @@ def test_a_new_model_is_refused(tmp_path: Path, rows: Path) -> None:
     file.write_text(Path(recipe(file, rows)).read_text().replace('path = "sums-policy"', "new.hidden = 32"))
     done = train(str(file), "--out", str(tmp_path / "run"), sets=[])
     assert done.returncode == 2
-    assert "model.new has no responses to prefer among: give model.path" in done.stderr
+    assert "preference training needs a policy that can generate: set model.path" in done.stderr

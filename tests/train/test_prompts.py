@@ -142,9 +142,9 @@ def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([], "p.jsonl is empty"),
-        ([{"prompt": "1="}], "too few to train on and hold one out; give data.eval_path"),
-        ([{"prompt": "1="}, {"question": "2="}], r"p.jsonl:2: needs a text 'prompt', found None; .*'question'"),
-        ([{"prompt": "1="}, {"prompt": 3}], r"p.jsonl:2: needs a text 'prompt', found 3"),
+        ([{"prompt": "1="}], "too few for training and a held-out item; set data.eval_path"),
+        ([{"prompt": "1="}, {"question": "2="}], r"p.jsonl:2: needs a text 'prompt', got None; .*'question'"),
+        ([{"prompt": "1="}, {"prompt": 3}], r"p.jsonl:2: needs a text 'prompt', got 3"),
         ([{"prompt": "1="}, {"messages": "2="}], r"p.jsonl:2: messages must be a list of \{role, content\}"),
         ([{"prompt": "1=", "answer": 1}, {"prompt": "2="}], r"p.jsonl:2: has no 'answer' \(data.truth\)"),
         ([{"prompt": "1="}, {"prompt": "1" * 40}], r"p.jsonl:2: the prompt has 41 tokens; .* 64 - 32 = 32 are left"),
@@ -216,7 +216,7 @@ def test_a_gym_task_and_its_rule_belong_together() -> None:
     recipe({"gym": "chain_sum"}, {"rule": "gym"})
     with pytest.raises(ConfigError, match='a gym task checks its own answers: set rule = "gym"'):
         recipe({"gym": "chain_sum"}, {"rule": "exact"})
-    with pytest.raises(ConfigError, match=r"give data.gym, or take another rule"):
+    with pytest.raises(ConfigError, match=r"set data.gym, or use another rule"):
         recipe({"world": "sums"}, {"rule": "gym"})
 
 
@@ -272,11 +272,14 @@ def test_an_item_survives_the_way_to_the_rules_process(gym: Any, task: str) -> N
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("chain_sums", {}, "'chain_sums' is no task of reasoning-gym; did you mean 'chain_sum'"),
-        ("chain_sum", {"max_digit": 1}, "max_digit is no option of the task 'chain_sum'; did you mean 'max_digits'"),
+        ("chain_sums", {}, "'chain_sums' is not a reasoning-gym task; did you mean 'chain_sum'"),
+        (
+            "chain_sum", {"max_digit": 1}, "max_digit is not an option of the task 'chain_sum'; did you mean "
+            "'max_digits'"
+        ),
         ("chain_sum", {"max_digits": -1}, "'chain_sum' refuses {'max_digits': -1} .* max_digits must be"),
-        ("chain_sum", {"size": 3}, "set that"),
-        ("chain_sum", {"seed": 3}, "set seed"),
+        ("chain_sum", {"size": 3}, "set data.limit"),
+        ("chain_sum", {"seed": 3}, "set the recipe's seed"),
     ],
 )  # fmt: skip
 def test_what_a_gym_refuses_is_told(gym: Any, task: str, options: dict[str, Any], message: str) -> None:

@@ -183,7 +183,7 @@ def test_what_the_server_says_reaches_the_run(server: CriticProcess) -> None:
     with pytest.raises(CriticFailed, match=r"critic\.patience"):
         RemoteCritic(CriticTable(url=f"http://127.0.0.1:{free_port()}", patience=1.0), 0.2, VOCABULARY)
     assert time.monotonic() - began < 30
-    with pytest.raises(ValueError, match="say it there"):
+    with pytest.raises(ValueError, match="set it on the server"):
         CriticTable(url="http://127.0.0.1:1", lr=1.0)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         RemoteCritic(CriticTable(url=server.url, key_env="NO_SUCH_KEY"), 0.2, VOCABULARY)

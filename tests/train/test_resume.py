@@ -94,8 +94,8 @@ def test_what_decides_numbers_is_refused_without_set_and_noted_with_it(tmp_path:
     file.write_text(file.read_text().replace("lr = 0.0001", "lr = 0.0002"))
     refused = plaudit_here(*command)
     assert refused.returncode == 2
-    assert "begun with train.lr = 0.0001, the recipe says 0.0002" in refused.stderr
-    cure = re.search(r"with (--set train\.lr=)… in the command", refused.stderr)
+    assert "started with train.lr = 0.0001, and the recipe has 0.0002" in refused.stderr
+    cure = re.search(r"add (--set train\.lr=)… to the command", refused.stderr)
     assert cure is not None, refused.stderr
     more = sets(train__steps="3", algorithm__clip__high="0.3", algorithm__shaping__normalise="true")
     done = plaudit_here(*command, *more, *f"{cure[1]}0.0002".split())
@@ -124,7 +124,7 @@ def test_what_checkpoints_are_made_of_is_fixed(tmp_path: Path) -> None:
     for change in (sets(model__dtype="bfloat16"), sets(model__lora__rank="4")):
         refused = plaudit_here(*command, *change)
         assert refused.returncode == 2
-        assert "which its checkpoints do not fit; --fresh starts it over" in refused.stderr
+        assert "which does not fit its checkpoints; --fresh starts over" in refused.stderr
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_sigterm_saves_the_state(tmp_path: Path) -> None:
         time.sleep(0.01)
     child.terminate()
     assert child.wait(60) == 2
-    assert "state saved: --resume goes on" in (tmp_path / "output").read_text()
+    assert "state saved: --resume continues" in (tmp_path / "output").read_text()
     assert (run / "checkpoints" / "latest").exists()
 
 
@@ -248,7 +248,7 @@ def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: 
     for call, step in ((second, 2), (last, 4)):
         run = tmp_path / f"halted-{call}"
         with pytest.raises(
-            RunError, match=rf"step {step}: the evaluation failed: .*the state is saved: --resume goes on"
+            RunError, match=rf"step {step}: the evaluation failed: .*the state is saved: --resume continues"
         ):
             fail_at(run, call, on_error="halt")
         assert (run / "checkpoints" / f"step-00000{step}").exists()
@@ -294,7 +294,7 @@ class Hangs(Flaky):
 def test_a_signal_ends_the_wait_for_a_reward_with_the_state_saved(tmp_path: Path, at: int, step: int) -> None:
     """Calls of the reward: the first evaluation, steps 1 and 2, an evaluation, step 3, the last evaluation."""
     tree, over = recipe(train={"steps": 3, "eval_every": 2}), threading.Event()
-    with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {step} of 3, state saved: --resume goes on"):
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {step} of 3, state saved: --resume continues"):
         with_reward(tmp_path / "run", tree, Hangs(at, over))
     over.set()
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:06}"
@@ -327,7 +327,7 @@ def test_a_publication_that_fails_loses_no_step(tmp_path: Path) -> None:
             return inner(version)
 
         training.placement.publish = publish  # type: ignore[method-assign]
-        with pytest.raises(RunError, match="step 2: the disk is full; the state is saved: --resume goes on"):
+        with pytest.raises(RunError, match="step 2: the disk is full; the state is saved: --resume continues"):
             training.fit()
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-000002"
     assert train(tmp_path / "run", tree, resume=True)[0]["samples"] == 3 * 16
@@ -465,9 +465,9 @@ def test_a_server_that_is_at_work_for_long_is_told_from_one_that_is_away(
         with Run(tmp_path / "run", tree) as run:
             RlTraining(tree, run, viewer).fit()
     first, second = viewer.warnings
-    assert first.startswith(f"the reward server at {server.url} lives and has not answered yet")
+    assert first.startswith(f"the reward server at {server.url} is alive and has not responded yet")
     assert "60 at most (reward.patience)" in first
-    assert second.startswith("the reward server has answered after ")
+    assert second.startswith("the reward server responded after ")
     noted = [e["message"] for e in read_events(tmp_path / "run") if e["kind"] == "note" and e["text"] == "warning"]
     assert noted == viewer.warnings
 
@@ -496,7 +496,7 @@ def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
             summary = RlTraining(tree, run, viewer).fit()
         thread.join()
     assert 0 < stopped < 60  # 15 s until the server is asked whether it lives, and 5 for its answer
-    assert f"{server.url} does not answer, nor does its /health/live: it is stopped or away" in viewer.warnings[0]
+    assert f"{server.url} does not respond, nor does its /health/live: it is stopped or down" in viewer.warnings[0]
     assert summary["samples"] == 6 * 16
     assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
 
@@ -505,7 +505,7 @@ def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
 def test_past_the_patience_the_state_is_saved_and_the_run_ends(tmp_path: Path) -> None:
     with Scripted(lambda n, asked: Answer(lengths(asked)) if n < 3 else Answer({}, 503)) as server:
         tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 2.0})
-        with pytest.raises(RunError, match="the state is saved: --resume goes on"):
+        with pytest.raises(RunError, match="the state is saved: --resume continues"):
             train(tmp_path / "run", tree)
         state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
         assert state["drawn"] == 8
@@ -574,17 +574,17 @@ def test_or_the_update_is_skipped_and_counted(tmp_path: Path) -> None:
     ("tables", "said"),
     [
         ({"train": {"samples_per_prompt": 1}}, r"r - mean\(r\) = 0 in a group of one"),
-        ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses do not divide into 3"),
-        ({"sampling": {"max_tokens": 0}}, "a response needs at least one token"),
-        ({"sampling": {"temperature": 0.0}}, "nothing to compare"),
-        ({"algorithm": {"name": "grop"}}, "no algorithm"),
+        ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses are not a multiple of minibatches = 3"),
+        ({"sampling": {"max_tokens": 0}}, "expected 1 or more"),
+        ({"sampling": {"temperature": 0.0}}, "needs different ones"),
+        ({"algorithm": {"name": "grop"}}, "unknown algorithm"),
         ({"algorithm": {"name": "grpo", "kl": {"coef": 0.0, "target": 1.0}}}, "coef = 0 stays 0"),
         ({"algorithm": {"name": "rloo", "advantage": {"scale": "group"}}}, "is for estimator"),
         ({"critic": {}}, "uses no critic"),
         ({"reward": {"url": "http://127.0.0.1:1", "rule": "exact"}}, "give one of url"),
         ({"reward": {"path": "sums", "pahts": 1}}, "unknown key 'pahts'"),
         ({"data": {"gym": "gcd"}}, "give one of data.world"),
-        ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "more than sampling.max_tokens"),
+        ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "exceeds sampling.max_tokens"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused_with_the_reason(tables: dict, said: str) -> None:
@@ -633,5 +633,5 @@ def test_held_out_responses_are_held_against_the_truth_too(tmp_path: Path) -> No
 
 
 def test_a_truth_must_fit_the_data() -> None:
-    with pytest.raises(ConfigError, match=r"give data\.gym, or take another rule"):
+    with pytest.raises(ConfigError, match=r"set data\.gym, or use another rule"):
         recipe(reward={"path": "sums"}, truth={"rule": "gym"})

@@ -183,15 +183,15 @@ SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "ur
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        (SERVED, 'of engine.name = "vllm" no experts are read'),
-        ({"resources": {"data_parallel": 2}}, "resources name 2 ranks"),
+        (SERVED, 'engine.name = "vllm" does not report them'),
+        ({"resources": {"data_parallel": 2}}, "resources set 2 training ranks"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"pipeline_parallel": 2}}},
-            "rank 0 of an engine of 2 stages has the routers of its own layers alone",
+            "rank 0 of an engine of 2 stages has only the routers of its own layers",
         ),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"processes": 2, "prefill": 1}}},
-            "prefill hands KV over without them",
+            "prefill transfers KV without them",
         ),
     ],
 )  # fmt: skip

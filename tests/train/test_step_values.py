@@ -152,7 +152,7 @@ def test_what_cannot_be_valued_is_refused(tmp_path: Path, made: Path) -> None:
     tools = recipe(environment={"name": "calculator"}, sampling={"stop": ("=",)})
     with Run(tmp_path / "tools", tools):
         pass
-    with pytest.raises(RunError, match="steps are valued for single answers only"):
+    with pytest.raises(RunError, match="step values need single-turn responses"):
         write_step_values(tmp_path / "tools", out, split=";", completions=2)
     assert not out.exists()
 

@@ -51,7 +51,7 @@ def test_a_signal_at_any_place_loses_nothing(tmp_path: Path, straight: Path, pla
         assert not (run / "summary.json").exists()
     else:
         assert code == 1
-        assert "state saved: --resume goes on" in output.read_text()
+        assert "state saved: --resume continues" in output.read_text()
     done = plaudit_here("train", str(straight / "recipe.toml"), "--out", str(run), "--resume")  # the cure, typed
     assert done.returncode == 0, done.stderr
     assert figures(run) == figures(straight / "run")

@@ -79,7 +79,7 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
             time.sleep(0.002)
         child.terminate()
         assert child.wait(60) == 2
-        assert "state saved: --resume goes on" in (tmp_path / "output").read_text()
+        assert "state saved: --resume continues" in (tmp_path / "output").read_text()
     assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
     done = plaudit("sums-sft", "--out", str(run), "--resume", sets=sets)
     assert done.returncode == 0, done.stderr
@@ -132,9 +132,9 @@ def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(str
             pass
 
     before = (straight / "events.jsonl").read_bytes()
-    with pytest.raises(RunError, match="already holds a run: --resume goes on with it, --fresh starts it over"):
+    with pytest.raises(RunError, match="already contains a run: --resume continues it, --fresh starts over"):
         enter(resume=False)
-    with pytest.raises(RunError, match=r"it was begun with train\.lr = 0\.003, the recipe says 0\.5"):
+    with pytest.raises(RunError, match=r"it was started with train\.lr = 0\.003, and the recipe has 0\.5"):
         enter("train.lr=0.5", resume=True)
     with (straight / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -150,7 +150,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path: Path) 
             assert load_recipe(tmp_path / "run" / "recipe.toml") == recipe
     with Run(tmp_path / "run", second) as run:
         run.events.metric({"loss": 1.0}, step=1)
-    with pytest.raises(RunError, match="already holds a run"), Run(tmp_path / "run", second):
+    with pytest.raises(RunError, match="already contains a run"), Run(tmp_path / "run", second):
         pass
 
 

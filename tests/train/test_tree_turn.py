@@ -115,11 +115,11 @@ def test_expert_iteration_is_supervised_learning_of_the_best() -> None:
     ("tables", "told"),
     [
         ({"sampling": TREE}, r"gives 2 × 2 × 2 = 8 responses to a prompt, and train.samples_per_prompt = 4"),
-        ({"algorithm": {"name": "tree-grpo"}}, "there is none: give sampling.branch"),
-        ({"sampling": {"branch": [4], "step": "\n", "stop": ["\n\n"]}}, "must end a step, not a response"),
+        ({"algorithm": {"name": "tree-grpo"}}, "there is no tree: set sampling.branch"),
+        ({"sampling": {"branch": [4], "step": "\n", "stop": ["\n\n"]}}, "must delimit steps"),
         (
             {"sampling": {"branch": [4]}, "environment": {"name": "calculator"}},
-            "sampling.branch is for single responses",
+            "sampling.branch is for single-turn responses",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_run_is_made_again_to_the_bit(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     again = plaudit_here("verify", str(tmp_path / "run"))
     assert again.returncode == 0, again.stdout
-    assert "equal to the bit: steps 3 to 4, made again from step-000002: samples, log-probs, rewards" in again.stdout
+    assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in again.stdout
     steps = [e for e in read_events(tmp_path / "run") if e["kind"] == "metric" and "tree/shared" in e["values"]]
     assert len(steps) == 4
     assert all(e["values"]["tree/generated_tokens"] < e["values"]["progress/tokens"] for e in steps)

@@ -53,11 +53,11 @@ def test_the_last_step_from_the_checkpoint_before_it_and_an_earlier_one_from_the
     done = plaudit_here("verify", str(run))
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(
-        "grpo: equal to the bit: step 3, made again from step-000002: samples, log-probs, rewards, weights, "
+        "grpo: equal to the bit: step 3, recomputed from step-000002: samples, log-probs, rewards, weights, "
     )
     done = plaudit_here("verify", str(run), "--step", "2")
     assert done.returncode == 0, done.stdout
-    assert "equal to the bit: steps 1 to 2, made again from the start: " in done.stdout
+    assert "equal to the bit: steps 1 to 2, recomputed from the start: " in done.stdout
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_run_that_cannot_be_made_again_says_why(run: Path) -> None:
     recipe.write_text(recipe.read_text().replace('name = "colocated"', 'name = "async"'))
     done = plaudit_here("verify", str(run))
     assert done.returncode != 0
-    assert "cannot be made again to the bit: its placement is async" in done.stderr
+    assert "cannot be reproduced to the bit: its placement is async" in done.stderr
 
 
 def test_a_hash_of_weights_sees_one_unit_in_the_last_place_and_two_that_change_places() -> None:

@@ -1,4 +1,4 @@
-"""The methods of RL by name, one file each: its paper, its preset, its advantage and its loss."""
+"""RL methods by name, one file each: its paper, its default settings, its advantage and its loss."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """DAPO.
 
 Yu et al. (2025). Its clip-higher is `ppo.clipped` with high > low, its token-level loss is the aggregation "token", its
-advantage is GRPO's; here are the other two parts. Deviations:
-1. The penalty's size at the limit is `factor`; the paper's is 1. Longer responses are charged no more than that.
-2. Dynamic sampling compares rewards as they are, and so also filters by rewards that are not 0 or 1.
+advantage is GRPO's; this file has the overlong penalty and dynamic sampling. Deviations:
+1. The penalty at the limit is `factor`; the paper's is 1. Longer responses are not penalised more.
+2. Dynamic sampling compares rewards themselves, so it also works for rewards other than 0 and 1.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from plaudit.algo.methods.ppo import CLIP
 
 
 def overlong_penalty(lengths: Sequence[int], limit: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """(N,) float32: 0 up to limit - buffer tokens, then falling in a line to -factor at limit tokens."""
+    """Return penalties (N,) float32: 0 up to limit - buffer tokens, then linear to -factor at limit tokens."""
     if not 0 < buffer <= limit:
-        raise ValueError(f"buffer = {buffer}: expected 1 to {limit}, the limit")
+        raise ValueError(f"buffer = {buffer}: expected 1 to the length limit, {limit}")
     into = torch.tensor(lengths, dtype=torch.float32) - (limit - buffer)
     return -factor * (into / buffer).clamp(0, 1)
 
 
 def informative(totals: Tensor, groups: Sequence[int]) -> set[int]:
-    """The ids of the groups whose rewards differ: the others have advantage 0 and teach nothing."""
+    """Return the ids of the groups whose rewards differ: the others have advantage 0 and no gradient."""
     rewards: list[float] = totals.tolist()
     seen: dict[int, float] = {}
     return {group for group, reward in zip(groups, rewards, strict=True) if seen.setdefault(group, reward) != reward}

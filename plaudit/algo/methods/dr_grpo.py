@@ -1,8 +1,8 @@
 """Dr. GRPO: GRPO without its two biases.
 
-Liu et al. (Understanding R1-Zero-like Training, 2025). No division by the group's deviation, which favours prompts that
-are nearly always or never solved; and a sum over tokens over a constant, not a mean per response, which makes a long
-wrong response cheap. Deviations: none.
+Liu et al. (Understanding R1-Zero-like Training, 2025). No division by the group's standard deviation, which favours
+prompts that are nearly always or never solved; and the sum over tokens is divided by a constant, not averaged per
+response, which penalises long wrong responses too little. Deviations: none.
 """
 
 from __future__ import annotations

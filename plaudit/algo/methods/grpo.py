@@ -1,11 +1,11 @@
-"""Group relative policy optimisation: a sample's reward against the others of its prompt.
+"""Group relative policy optimisation: a sample's reward relative to the others of its prompt.
 
 Shao et al. (DeepSeekMath, 2024). The loss is PPO's (`ppo.clipped`), the aggregation "sequence", the KL a k3 loss.
 Deviations:
-1. The standard deviation is the unbiased one (n - 1), and eps = 1e-4 is added to it, as in TRL. The paper fixes
+1. The standard deviation is the unbiased one (n - 1), and eps = 1e-4 is added to it, as in TRL. The paper specifies
    neither; other systems add 1e-9 to 1e-5, which matters only for groups whose rewards hardly differ.
-2. A group whose rewards are equal gets exactly 0, in any precision, and so does a group of one, which says nothing
-   about which response is better.
+2. A group whose rewards are equal gets exactly 0, in any precision, and so does a group of one, which has nothing to
+   compare.
 3. scale = "batch" divides by the deviation of the rewards of the whole batch (Liu et al., Tricks or Traps, 2025),
    "none" not at all (Dr. GRPO, REINFORCE++ with a baseline).
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plaudit.algo.lazy import Tensor, torch
-from plaudit.algo.method import Advantages, Estimator, Method, Rewarded, Scale
+from plaudit.algo.method import Advantages, Estimator, Method, RewardBatch, Scale
 from plaudit.algo.methods.ppo import CLIP
 from plaudit.algo.tokens.ragged import group_index, sample_sum, spread
 
@@ -41,7 +41,7 @@ def _sums(values_N: Tensor, index_N: Tensor, sizes_G: Tensor) -> Tensor:
     return torch.zeros(len(sizes_G), dtype=values_N.dtype, device=values_N.device).index_add(0, index_N, values_N)
 
 
-def _group(batch: Rewarded) -> Advantages:
+def _group(batch: RewardBatch) -> Advantages:
     relative_N = group_relative(sample_sum(batch.rewards, batch.lengths), batch.groups, batch.scale)
     return Advantages(spread(relative_N, batch.mask, batch.lengths))
 

@@ -1,9 +1,9 @@
-"""Group sequence policy optimisation: one ratio for a whole response.
+"""Group sequence policy optimisation: one importance ratio per response.
 
 Zheng et al. (2025). The ratio of a sample is exp(mean log ratio of its policy tokens); the aggregation is "sequence",
 the advantage GRPO's. Deviations:
 1. The loss is given per token, equal over a sample, so that the aggregation is the same step as for every other method.
-2. The mean log ratio is kept within ±20.
+2. The mean log ratio is clamped to ±20.
 
 Shapes: T tokens of N samples end to end.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plaudit.algo.lazy import Tensor
-from plaudit.algo.method import Clip, Drawn, Loss, Method, PolicyTerms
+from plaudit.algo.method import Clip, Loss, LossBatch, Method, PolicyTerms
 from plaudit.algo.methods.grpo import GROUP
 from plaudit.algo.methods.ppo import LOG_RATIO_LIMIT, clip_ratio
 from plaudit.algo.tokens.ragged import repeat, sample_mean
@@ -40,12 +40,12 @@ def sequence_ratio(logp_T: Tensor, old_T: Tensor, mask_T: Tensor, lengths: Seque
     return repeat(mean_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), lengths)
 
 
-def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return gspo(*drawn[:5], clip.low, clip.high)
+def _loss(batch: LossBatch, clip: Clip) -> PolicyTerms:
+    return gspo(*batch[:5], clip.low, clip.high)
 
 
-def _token_loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return gspo_token(*drawn[:5], clip.low, clip.high)
+def _token_loss(batch: LossBatch, clip: Clip) -> PolicyTerms:
+    return gspo_token(*batch[:5], clip.low, clip.high)
 
 
 METHOD = Method(

@@ -3,7 +3,7 @@
 Schulman et al. (2017). Deviations:
 1. Two bounds, 1 - low and 1 + high (DAPO, Yu et al. 2025); the paper's are low = high.
 2. `dual` bounds the loss of negative advantages, at dual · |A| (Ye et al. 2020).
-3. The log ratio is kept within ±20, so that exp stays finite; beyond it there is no gradient.
+3. The log ratio is clamped to ±20, so that exp stays finite; beyond that there is no gradient.
 4. The value loss may be clipped around the values of rollout time, as in the paper's code: half the larger square.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from plaudit.algo.gae import gae
 from plaudit.algo.lazy import Tensor, torch
-from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
+from plaudit.algo.method import Advantages, Clip, Estimator, Loss, LossBatch, Method, PolicyTerms, RewardBatch
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -45,7 +45,7 @@ def clip_ratio(ratio: Tensor, advantages: Tensor, low: float, high: float, dual:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
-    """(T,): half the squared error; with a clip, of the worse of the value and the value held near the old one."""
+    """Return half the squared error (T,); with a clip, the larger of that of the value and of the clipped value."""
     error = (values - returns).square()
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
@@ -54,7 +54,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """(T,) bool: where the clip of `value_loss` is in force, and the value has no gradient."""
+    """Return a mask (T,) of where the clip of `value_loss` is active, and the value has no gradient."""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return (near - returns).square() > (values - returns).square()
 
@@ -62,7 +62,7 @@ def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over policy tokens: 1 perfect, 0 no better than a constant.
 
-    0 where the returns do not vary: there is nothing to explain.
+    0 if the returns do not vary.
     """
     target, error = returns[mask].double(), (returns - values)[mask].double()
     if len(target) < 2 or (spread := target.var().item()) == 0:
@@ -70,7 +70,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1 - error.var().item() / spread
 
 
-def _gae(batch: Rewarded) -> Advantages:
+def _gae(batch: RewardBatch) -> Advantages:
     assert batch.values is not None
     assert batch.bootstrap is not None
     return Advantages(
@@ -78,8 +78,8 @@ def _gae(batch: Rewarded) -> Advantages:
     )
 
 
-def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return clipped(drawn.logp, drawn.old, drawn.advantages, clip.low, clip.high, clip.dual)
+def _loss(batch: LossBatch, clip: Clip) -> PolicyTerms:
+    return clipped(batch.logp, batch.old, batch.advantages, clip.low, clip.high, clip.dual)
 
 
 GAE = Estimator("gae", _gae, critic=True)

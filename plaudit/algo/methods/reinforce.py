@@ -1,9 +1,9 @@
 """REINFORCE.
 
 Williams (1992). Deviations:
-1. The loss goes through the ratio to the policy that sampled: on its own samples the gradient is the paper's, A ∇log π,
-   and on stale ones it is weighted as it should be.
-2. Masked tokens are no steps: they neither discount nor carry a return.
+1. The loss uses the ratio to the sampling policy: on-policy the gradient is the paper's, A ∇log π, and stale samples
+   are importance-weighted.
+2. Masked tokens are not steps: they neither discount nor have a return.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plaudit.algo.lazy import Tensor, torch
-from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
+from plaudit.algo.method import Advantages, Clip, Estimator, Loss, LossBatch, Method, PolicyTerms, RewardBatch
 from plaudit.algo.methods.ppo import ratio_of
 from plaudit.algo.tokens import ragged
 
@@ -31,12 +31,12 @@ def plain(logp: Tensor, old: Tensor, advantages: Tensor) -> PolicyTerms:
     return PolicyTerms(-advantages.detach() * ratio, ratio.detach(), nowhere, nowhere, nowhere)
 
 
-def _returns(batch: Rewarded) -> Advantages:
+def _returns(batch: RewardBatch) -> Advantages:
     return Advantages(returns_to_go(batch.rewards, batch.mask, batch.lengths, batch.gamma))
 
 
-def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return plain(drawn.logp, drawn.old, drawn.advantages)
+def _loss(batch: LossBatch, clip: Clip) -> PolicyTerms:
+    return plain(batch.logp, batch.old, batch.advantages)
 
 
 RETURN = Estimator("return", _returns)

@@ -1,7 +1,7 @@
 """REINFORCE++, with and without a group's mean as baseline: advantages whitened over the batch.
 
 Hu (2025). Deviations:
-1. Whitened over the whole batch, all ranks and micro-batches, not over each part.
+1. Whitened over the whole batch, all ranks and micro-batches, not per micro-batch.
 """
 
 from __future__ import annotations

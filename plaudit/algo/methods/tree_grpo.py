@@ -1,11 +1,11 @@
 """GRPO over trees: the responses to a prompt share their first steps, and a step is compared with its siblings.
 
 After TreeRL (Hou et al., 2025) and Tree-GRPO (Ji et al., 2025). V(node) is the mean reward of the responses that go
-through a node, V(root) that of the group. A part of a response has the advantage V(its node) - V(the node above), so
-that the advantages on a path sum to r - V(root), GRPO's, and each step is credited with what it changed. Deviations:
-1. All parts of a group are divided by the deviation of its responses' rewards, as in GRPO, and not by their siblings':
-   two siblings always differ by the same number of deviations, however little they differ.
-2. A part that k responses share is in the loss k times: as often as the policy would come by it.
+through a node, V(root) that of the group. A segment of a response has the advantage V(its node) - V(its parent), so
+that the advantages on a path sum to r - V(root), GRPO's, and each step is credited with its own effect. Deviations:
+1. All segments of a group are divided by the standard deviation of its responses' rewards, as in GRPO, not of their
+   siblings': two siblings always differ by the same number of deviations, however little they differ.
+2. A segment that k responses share is in the loss k times, as often as the policy would sample it.
 
 A tree that branches at its root alone is a group, and this is GRPO to the bit. Shapes: T tokens of N samples.
 """
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plaudit.algo.lazy import Tensor, torch
-from plaudit.algo.method import Advantages, Estimator, Method, Rewarded
+from plaudit.algo.method import Advantages, Estimator, Method, RewardBatch
 from plaudit.algo.methods.grpo import METHOD as GRPO
 from plaudit.algo.methods.grpo import group_relative
 from plaudit.algo.tokens.ragged import repeat, sample_sum
 
 
 def branch_relative(relative_N: Tensor, groups: Sequence[int], branches: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """(T,): what each part changes. relative_N: rewards less their group's mean, in whatever unit.
-    branches: [node, end] of each part of each sample, the last end being its length."""
+    """Return each segment's advantage (T,). relative_N: rewards minus their group's mean, in any unit.
+    branches: [node, end] of each segment of each sample; the last end is its length."""
     below: dict[tuple[int, int], list[float]] = {}
     for group, relative, parts in zip(groups, relative_N.double().tolist(), branches, strict=True):
         for node, _ in parts:
@@ -40,7 +40,7 @@ def branch_relative(relative_N: Tensor, groups: Sequence[int], branches: Sequenc
     return repeat(torch.tensor(changes, dtype=torch.float64, device=relative_N.device).float(), lengths)
 
 
-def _branch(batch: Rewarded) -> Advantages:
+def _branch(batch: RewardBatch) -> Advantages:
     relative_N = group_relative(sample_sum(batch.rewards, batch.lengths), batch.groups, batch.scale)
     return Advantages(torch.where(batch.mask, branch_relative(relative_N, batch.groups, batch.branches), 0.0))
 

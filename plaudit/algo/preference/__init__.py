@@ -1,4 +1,4 @@
-"""The methods that learn from preferences, by name, one file each: its paper, its preset and its loss."""
+"""Preference methods by name, one file each: its paper, its default settings and its loss."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Identity preference optimisation: the lead of the chosen response is drawn to 1 / 2β, and no further.
+"""Identity preference optimisation: the margin of the chosen response is regressed to 1 / 2β.
 
 Azar et al. (2023), eq. 17, whose τ is β. Deviation: log-ratios are means over a response's tokens, as in TRL and, by
-TRL's account, in the authors' own experiments. Sums would ask the same lead of long and of short responses.
+TRL's account, in the authors' own experiments. Sums would require the same margin of long and of short responses.
 """
 
 from __future__ import annotations
 
 from plaudit.algo.lazy import Tensor
-from plaudit.algo.preference.method import Judged, PreferenceMethod, Settings, ratio_reward
+from plaudit.algo.preference.method import PreferenceBatch, PreferenceMethod, Settings, ratio_reward
 
 
-def ipo_loss(judged: Judged, settings: Settings) -> Tensor:
-    better, worse = judged.better, judged.worse
+def ipo_loss(batch: PreferenceBatch, settings: Settings) -> Tensor:
+    better, worse = batch.better, batch.worse
     assert worse is not None
     lead = better.ratio / better.length - worse.ratio / worse.length
     return (lead - 1 / (2 * settings.beta)).square()

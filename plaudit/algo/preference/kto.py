@@ -8,16 +8,16 @@ batch, not below 0 and without a gradient. No deviations.
 from __future__ import annotations
 
 from plaudit.algo.lazy import Tensor, torch
-from plaudit.algo.preference.method import Judged, PreferenceMethod, Settings, ratio_reward
+from plaudit.algo.preference.method import PreferenceBatch, PreferenceMethod, Settings, ratio_reward
 
 
-def kto_loss(judged: Judged, settings: Settings) -> Tensor:
-    assert judged.desirable is not None
+def kto_loss(batch: PreferenceBatch, settings: Settings) -> Tensor:
+    assert batch.desirable is not None
     assert settings.desirable is not None
     assert settings.undesirable is not None
-    lead = judged.better.ratio - judged.baseline
-    signed = torch.where(judged.desirable, lead, -lead)
-    weight = torch.where(judged.desirable, settings.desirable, settings.undesirable)
+    lead = batch.better.ratio - batch.baseline
+    signed = torch.where(batch.desirable, lead, -lead)
+    weight = torch.where(batch.desirable, settings.desirable, settings.undesirable)
     return weight * (1 - torch.sigmoid(settings.beta * signed))
 
 

@@ -1,4 +1,4 @@
-"""What a method of learning from preferences is: its keys with their defaults, what it needs, and the loss of an item.
+"""The interface of a preference method: its settings with defaults, its requirements, and the loss per item.
 
 Shapes: N items, which are pairs of responses or, for a method with `pairs = False`, labelled responses.
 """
@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 from plaudit.algo.lazy import Tensor
 
 
-class Answers(NamedTuple):
-    """Responses, one of each item. Only logp has a gradient."""
+class Responses(NamedTuple):
+    """Log-probs of one response per item. Only logp has a gradient."""
 
     logp: Tensor
     """(N,) of the whole response: the sum over its tokens."""
     length: Tensor
-    """(N,) its tokens."""
+    """(N,) number of tokens."""
     reference: Tensor
-    """(N,) as logp, of the policy at the start. Zeros for a method without `reference`."""
+    """(N,) as logp, under the initial policy. Zeros for a method without `reference`."""
 
     @property
     def ratio(self) -> Tensor:
@@ -33,20 +33,20 @@ class Answers(NamedTuple):
         return self.logp / self.length
 
 
-class Judged(NamedTuple):
-    """What a loss is made from."""
+class PreferenceBatch(NamedTuple):
+    """Input of a preference loss."""
 
-    better: Answers
+    better: Responses
     """The chosen responses of pairs; of labelled items all responses."""
-    worse: Answers | None = None
+    worse: Responses | None = None
     """The rejected responses; None for labelled items."""
     desirable: Tensor | None = None
     """(N,) bool: the labels."""
     baseline: float = 0.0
-    """Labelled items: how far the policy is from its reference, over the whole batch."""
+    """Labelled items: estimate of the KL to the reference, over the whole batch."""
     nll: Tensor | None = None
     """(N,) -log π of the chosen sequences, over the mean number of such tokens of an item of the whole batch: the mean
-    over items is the mean over tokens. Given to a method that `imitates`."""
+    over items is the mean over tokens. Set if the method has an SFT term."""
 
 
 class Settings(Protocol):
@@ -64,24 +64,25 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class PreferenceMethod:
-    loss: Callable[[Judged, Settings], Tensor]
+    loss: Callable[[PreferenceBatch, Settings], Tensor]
     """(N,)"""
-    reward: Callable[[Answers, Settings], Tensor]
-    """(N,) the reward that the policy stands for; what orders two responses."""
+    reward: Callable[[Responses, Settings], Tensor]
+    """(N,) the implicit reward of the policy, which ranks responses."""
     preset: Mapping[str, float | bool]
     """The method's keys and their defaults."""
     reference: bool = True
-    """Whether it measures from the policy at the start."""
+    """Whether it uses log-probs of the initial policy as reference."""
     pairs: bool = True
-    imitates: bool = False
+    has_sft_term: bool = False
     """Whether the loss has an SFT term."""
 
 
-def ratio_reward(answers: Answers, settings: Settings) -> Tensor:
-    """β log π / π_ref (Rafailov et al. 2023, eq. 5, less what is the same for all responses to a prompt)."""
-    return settings.beta * answers.ratio
+def ratio_reward(responses: Responses, settings: Settings) -> Tensor:
+    """β log π / π_ref (Rafailov et al. 2023, eq. 5, without the term that is the same for all responses to a
+    prompt)."""
+    return settings.beta * responses.ratio
 
 
-def mean_reward(answers: Answers, settings: Settings) -> Tensor:
-    """β times the mean log-probability of a token, of methods without a reference."""
-    return settings.beta * answers.mean
+def mean_reward(responses: Responses, settings: Settings) -> Tensor:
+    """β times the mean log-probability per token, for methods without a reference."""
+    return settings.beta * responses.mean

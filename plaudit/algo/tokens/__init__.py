@@ -1,2 +1,1 @@
-"""Token-level tools that every loss shares: log-probs of sampled tokens, and arrays of samples of any length end to
-end."""
+"""Token-level functions shared by all losses: log-probs of sampled tokens, and concatenated samples of any length."""

@@ -1,6 +1,6 @@
-"""Log-probabilities of several tokens in each row, in chunks of rows, as `logprobs.py` has them of one.
+"""Log-probabilities of several tokens per row, in chunks of rows; `logprobs.py` does the same for one token.
 
-The backward pass computes a chunk's logits again: memory does not grow with rows × vocabulary.
+The backward pass recomputes a chunk's logits, so memory does not grow with rows × vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def column_logprobs(
         checkpoint(read, hidden[part], columns_RK[part], use_reentrant=False)
         for part in chunks(len(hidden), head, split)
     ]
-    return torch.cat(parts) if parts else torch.zeros(columns_RK.shape, device=hidden.device)  # of no rows
+    return torch.cat(parts) if parts else torch.zeros(columns_RK.shape, device=hidden.device)  # no rows
 
 
 @torch.no_grad()

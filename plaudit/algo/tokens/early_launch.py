@@ -1,8 +1,7 @@
-"""Kernels that start while the one before them still runs (programmatic dependent launch, on GPUs since Hopper).
+"""Kernels that start while the previous one still runs (programmatic dependent launch, on GPUs since Hopper).
 
-A decode step of few rows is hundreds of kernels of a few microseconds each, and between two of them a GPU would stand
-still. A kernel that begins with `after_previous` is set up while its predecessor ends, and waits there for its
-results.
+A decode step of few rows is hundreds of kernels of a few microseconds each, with idle time between them. A kernel that
+begins with `after_previous` is set up while its predecessor finishes, and waits there for its results.
 """
 
 from __future__ import annotations

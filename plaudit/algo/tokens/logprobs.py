@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens, and entropies, without ever holding the logits of a whole batch.
+"""Log-probabilities of given tokens, and entropies, without materialising the logits of a whole batch.
 
-Rows are taken in chunks. The forward pass keeps one number per row, the log of its sum of exponentials; the backward
-pass computes a chunk's logits again and turns them in place into their own gradient, softmax less one-hot. So memory
-does not grow with rows × vocabulary.
+Rows are processed in chunks. The forward pass keeps one number per row, the log-sum-exp; the backward pass recomputes a
+chunk's logits and turns them in place into their gradient, softmax minus one-hot. So memory does not grow with rows ×
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from plaudit.algo.tokens.products import steady, steady_linear
 from plaudit.algo.tokens.vocabulary import SplitVocabulary
 
 LOGIT_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MiB in float32, and once more while they are worked on."""
+"""Logits in memory at once: 64 MiB in float32, and the same again while they are processed."""
 CPU_ROWS = 256
-"""A CPU takes so many rows at least, for each chunk also reads the whole head, and no more of a small vocabulary than
-its caches hold."""
+"""Minimum rows per chunk on a CPU, since each chunk reads the whole head, and maximum for a small vocabulary, so that a
+chunk fits in the CPU's caches."""
 CPU_ELEMENTS = 1 << 21
 
 Finish = Callable[[Tensor], Tensor]
@@ -37,9 +37,9 @@ def token_logprobs(
     hidden       (R, hidden) rows before the vocabulary head, of the head's type
     head, bias   (V, hidden) and (V,): the head
     targets      (R,) token ids
-    temperature  what the logits are divided by: that of sampling, where it is the policy's own distribution
-    finish       what the model does to its logits (rows, V) before that, such as a soft cap; not in place
-    split        head and bias are this rank's part of them; all ranks give the same rows, and get the same numbers
+    temperature  divisor of the logits: the sampling temperature, for the policy's own distribution
+    finish       the model's transformation of its logits (rows, V) before that, such as a soft cap; not in place
+    split        head and bias are this rank's shards; all ranks pass the same rows and get the same results
     """
     return _apply(hidden, head, targets, bias, temperature, finish, False, False, split)[0]
 
@@ -48,7 +48,7 @@ def token_logprobs_and_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
     finish: Finish | None = None, entropy_grad: bool = False, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to."""
+    """The same, and the entropy (R,) of each row at that temperature, with a gradient if requested."""
     return _apply(hidden, head, targets, bias, temperature, finish, True, entropy_grad, split)
 
 
@@ -57,7 +57,7 @@ def _apply(
     entropy: bool, entropy_grad: bool, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if temperature <= 0:
-        raise ValueError(f"temperature = {temperature}: a log-probability needs one above 0; greedy sampling has none")
+        raise ValueError(f"temperature = {temperature}: expected above 0; greedy sampling has no log-probabilities")
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden if split is None else split.shared(hidden), head, targets, bias, temperature, finish, entropy,
         entropy_grad, split,
@@ -66,7 +66,7 @@ def _apply(
 
 
 def chunks(rows: int, head: Tensor, split: SplitVocabulary | None = None) -> list[slice]:
-    """Rows whose logits are held at once."""
+    """Return the slices of rows whose logits are in memory at once."""
     vocabulary = head.shape[0] if split is None else split.largest_part
     size = max(1, LOGIT_ELEMENTS // vocabulary)
     if head.device.type == "cpu":
@@ -77,8 +77,8 @@ def chunks(rows: int, head: Tensor, split: SplitVocabulary | None = None) -> lis
 def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     """(R, V) in float32 (float64 if the head is). Without a gradient.
 
-    A GPU adds up the products of half-precision numbers in float32 anyway, and there the sums stay as they are. Rounded
-    to bfloat16 a logit near 16 is off by up to 0.06, and engine and learner, each rounding its own, disagree by that.
+    A GPU accumulates half-precision products in float32 anyway, and the sums are kept in float32. Rounded to bfloat16,
+    a logit near 16 would be off by up to 0.06, and engine and learner would disagree by that.
     """
     if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
         logits = steady(hidden, head, _wide_product, "head")
@@ -93,7 +93,7 @@ def _wide_product(rows: Tensor, head: Tensor) -> Tensor:
 
 
 def token_logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p of a token of each row, (R,), with the bits that `token_logprobs` has of these logits on a CPU."""
+    """log p of a token of each row, (R,), bit-identical to `token_logprobs` of these logits on a CPU."""
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(1)
 
 
@@ -104,7 +104,7 @@ def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def on_kernel(logits: Tensor) -> bool:
-    """Whether the sampler's own order of sums is to be had for them."""
+    """Whether the sampler's summation order is available for these logits."""
     return logits.is_cuda and logits.dtype == torch.float32
 
 
@@ -112,7 +112,7 @@ def kernel_logprobs(
     logits: Tensor, targets: Tensor, inverse: Tensor, entropies: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`token_kernel.token_logprobs`."""
-    from plaudit.algo.tokens import token_kernel  # brings triton
+    from plaudit.algo.tokens import token_kernel  # imports triton
 
     return token_kernel.token_logprobs(logits, targets, inverse, entropies)
 
@@ -147,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp[part], normaliser[part] = kernel_logprobs(logits, targets[part], inverse, to)
                 continue
             if temperature != 1:
-                logits = logits.mul_(1 / temperature)  # as a sampler does
+                logits = logits.mul_(1 / temperature)  # as the sampler does
             chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
             if entropy:
                 peak = logits.amax(-1, keepdim=True)
@@ -171,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, head, targets, bias, normaliser, entropies = ctx.saved_tensors
         needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
         parts = chunks(hidden.shape[0], head, ctx.split)
-        # Sums over several chunks are held in float32, whatever the head is in.
+        # Sums over several chunks are float32, whatever the head's dtype.
         sum_dtype = _wide(head) if len(parts) > 1 else head.dtype
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         to_head = torch.zeros_like(head, dtype=sum_dtype) if needs_head else None
@@ -195,7 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
     if to.dtype == a.dtype:
-        to.addmm_(a, b)  # no copy of the head's size for each chunk
+        to.addmm_(a, b)  # avoids a copy of the head's size per chunk
     else:
         to += a @ b
 
@@ -204,7 +204,7 @@ def _logits_gradient(
     logits: Tensor, targets: Tensor, normaliser: Tensor, to_logp: Tensor, entropy: tuple[Tensor, Tensor] | None,
     temperature: float, finish: Finish | None, split: SplitVocabulary | None,
 ) -> Tensor:  # fmt: skip
-    """(rows, V): the gradient in a chunk's logits as the head gave them. Overwrites them."""
+    """Return the gradient (rows, V) with respect to a chunk's raw logits. Overwrites them."""
     raw = logits
     if finish is not None:
         with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Sums over samples that lie end to end.
+"""Reductions over concatenated samples.
 
-T tokens of N samples: nothing is padded, sample i is the next lengths[i] tokens, sum(lengths) = T. A mask (T,) is true
-at the policy's own tokens and false at those of tools and observations. G groups: samples of one prompt.
+T tokens of N samples without padding: sample i is the next lengths[i] tokens, sum(lengths) = T. A mask (T,) is true at
+the policy's own tokens and false at those of tools and observations. G groups: samples of one prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sample_sum(values_T: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def policy_tokens(mask_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(N,): how many of each sample's tokens are the policy's own."""
+    """(N,): the number of policy tokens of each sample."""
     return sample_sum(mask_T.long(), lengths)
 
 

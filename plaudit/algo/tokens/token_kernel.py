@@ -2,8 +2,8 @@
 
 The vocabulary is read in blocks of BLOCK from the first token on. Within a block the sum is the compiler's tree over
 WARPS warps; from block to block the running sum is rescaled to the higher peak; products and sums are rounded one by
-one. `fold` is that order, and every kernel that reads logits goes through it with these constants: so a log-prob that
-was sampled with has the bits of the one that is learned from.
+one. `fold` implements that order, and every kernel that reads logits uses it with these constants, so the sampler's and
+the learner's log-probs are bit-identical.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARPS = 8
 
 @triton.jit
 def fold(peak, total, x):
-    """A block of logits into the running peak and the sum of exp(logit - peak)."""
+    """Fold a block of logits into the running peak and the sum of exp(logit - peak)."""
     higher = tl.maximum(peak, tl.max(x, axis=0))
     return higher, total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), axis=0)
 
@@ -55,7 +55,7 @@ def token_logprobs(
     """log p of each row's target at its inverse temperature, and the row's normaliser, from logits (R, V) in float32.
 
     targets, inverse  (R,) token ids, float32
-    entropies         (R,) float32, where the entropies go
+    entropies         (R,) float32, output for the entropies
     """
     rows, vocabulary = logits.shape
     logprobs, normalisers = (torch.empty(rows, device=logits.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where a recipe is: a file, or the name of one that comes with the package. Imports no torch."""
+"""Resolves recipes: a file, or the name of a recipe shipped with the package. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 @dataclass(frozen=True)
 class Listing:
-    """A recipe of the package as `plaudit recipes` shows it."""
+    """A shipped recipe as `plaudit recipes` lists it."""
 
     name: str
     task: str
@@ -27,18 +27,18 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def find_recipe(name_or_path: Path, what: str = "recipe") -> Path:
-    """The file. One that exists wins over a name."""
+    """Return the recipe's file. An existing file takes precedence over a shipped recipe's name."""
     if name_or_path.exists() and not name_or_path.is_dir():
         return name_or_path
     if str(name_or_path) in recipe_names():
         return RECIPES / f"{name_or_path}.toml"
     if name_or_path.is_dir():
-        raise ConfigError(f"{name_or_path} is no {what} but a directory; {_near(name_or_path)}")
+        raise ConfigError(f"{name_or_path} is a directory, not a {what} file; {_near(name_or_path)}")
     raise ConfigError(f"no {what} at {name_or_path}, and none of that name; {_near(name_or_path)}")
 
 
 def _near(path: Path) -> str:
-    """The tail of a message: names and files beside it that are spelled alike."""
+    """Return the end of an error message: shipped names and files in the same directory with similar names."""
     files = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))} if path.parent.is_dir() else {}
     candidates = {name: name for name in recipe_names()} | files
     close = difflib.get_close_matches(path.stem, candidates, n=3, cutoff=0.6)
@@ -54,13 +54,13 @@ def listings() -> tuple[Listing, ...]:
 
 def _listing(name: str) -> Listing:
     text = (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
-    # What configures a server has no task.
+    # A server configuration has no task.
     task = tomllib.loads(text).get("task", "serve")
     return Listing(name, task, text.partition("\n")[0].removeprefix("# "))
 
 
 def recipe_text(name: str) -> str:
-    """The TOML of a recipe that comes with the package, comments included."""
+    """Return the TOML of a shipped recipe, comments included."""
     if name not in recipe_names():
         raise ConfigError(f"no recipe {name!r}; {_near(Path(name))}")
     return (RECIPES / f"{name}.toml").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A commented recipe for one's own data: what `plaudit init` writes. Imports no torch."""
+"""Commented recipe templates for the user's own data: the output of `plaudit init`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plaudit.config.table import to_toml
 from plaudit.errors import ConfigError, nearest
 
 TEMPLATES = RECIPES / "templates"
-# What the templates, which are recipes themselves, have in place of the user's model and data.
+# Placeholders for the user's model and data; with them each template is a valid recipe itself.
 MODEL, DATA = 'path = "smollm2"', 'path = "data.jsonl"'
 
 
@@ -20,7 +20,7 @@ def template_tasks() -> tuple[str, ...]:
 
 
 def new_recipe(task: str, model: str, data: str) -> str:
-    """The recipe as TOML, checked: a data path or a model that no recipe can have is refused here."""
+    """Return the recipe as TOML, validated: an invalid data path or model is rejected here."""
     if task not in template_tasks():
         raise ConfigError(f"unknown task {task!r}; {nearest(task, template_tasks())}")
     text = (TEMPLATES / f"{task}.toml").read_text(encoding="utf-8")

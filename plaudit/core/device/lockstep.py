@@ -127,7 +127,7 @@ class Leader(Backend):
         """All ranks do so, before the first open(); the routers of every one choose alike."""
         if self.channel.stages is not None:
             raise RequestError(
-                "rank 0 of an engine of several stages has the routers of its own layers alone: set "
+                "rank 0 of an engine of several stages has only the routers of its own layers: set "
                 "pipeline_parallel = 1, or leave out train.routing_replay"
             )
         with self._lock:

@@ -1,6 +1,6 @@
 """Chat templates: messages to token ids, in which only the template can write control tokens.
 
-1. Every string of a message is guarded: a mark, a character found nowhere else, goes inside each control string in it.
+1. Every string of a message is guarded: a mark, a character used nowhere else, is inserted into each control string.
 2. The template runs on the guarded messages, in another process, with a deadline.
 3. What is still a whole control string was written by the template. The text between loses its marks and is read
    literally.
@@ -29,8 +29,8 @@ def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
     seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a conversation. The template has `seconds` to render it. `variables` are what else it may look at:
-    tools, or switches of its own. A text in them becomes no control token either."""
+    """Return the token ids of a conversation. The template has `seconds` to render it. `variables` are further inputs
+    of the template: tools, or its own switches. Their text does not become control tokens either."""
     return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds, variables=variables)[0]
 
 
@@ -38,7 +38,7 @@ def render_chats(
     tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
     *, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """The same of many, which go to the other process and come back together. The first that fails raises."""
+    """Render many conversations in one call to the template process. The first failure is raised."""
     template, seams = _template(tokenizer, variables), _Seams(codec_of(tokenizer))
     guards, guarded, guarded_variables = [], [], []
     for messages in conversations:
@@ -56,15 +56,15 @@ def render_chats(
 
 
 def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, seconds: float = 5.0) -> str:
-    """What the template writes of messages whose contents are trusted."""
+    """Render messages whose contents are trusted."""
     template = _template(tokenizer)
     _check_messages(messages, template)
     return _render(tokenizer, template, [[with_tool_calls(message) for message in messages]], False, seconds, [{}])[0]
 
 
 def with_tool_calls(message: Message) -> dict[str, Any]:
-    """An assistant's tool calls as templates expect them, and as vLLM gives them: no content is an empty text, and the
-    arguments are an object, which OpenAI's clients send as JSON text."""
+    """Convert an assistant's tool calls to the form templates expect, as vLLM does: missing content is an empty text,
+    and the arguments, which OpenAI clients send as JSON text, are an object."""
     message = dict(message)
     calls = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, list):
@@ -81,7 +81,7 @@ def _with_arguments(call: Any) -> Any:
     try:
         return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
     except ValueError:
-        problem = f"a tool call's arguments are {arguments[:60]!r}, which is no JSON; send an object"
+        problem = f"a tool call's arguments are {arguments[:60]!r}, which is not JSON; send an object"
         raise RequestError(problem) from None
 
 
@@ -107,7 +107,7 @@ class _Guard:
             return [self.value(item, literal=literal) for item in value]
         if value is None or isinstance(value, bool | int | float):
             return value
-        raise RequestError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and objects")
+        raise RequestError(f"a message contains a {type(value).__name__}; expected text, numbers, lists and objects")
 
     def text(self, text: str) -> str:
         cuts = self.seams[text]
@@ -215,7 +215,7 @@ def _choose_mark(template: str, messages: Sequence[Message]) -> str:
     for mark in MARKS:
         if mark not in seen and _escaped(mark) not in seen:
             return mark
-    raise RequestError("the messages hold every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
+    raise RequestError("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -232,7 +232,9 @@ def _template(tokenizer: PreTrainedTokenizerFast, variables: Mapping[str, Any] |
     if variables and variables.get("tools"):
         template = named.get("tool_use", template) if isinstance(named, Mapping) else template
         if template and "tools" not in template:
-            raise RequestError("the model's chat template writes no tools, so it would never see them: leave them out")
+            raise RequestError(
+                "the model's chat template does not render tools, so the model would not see them: remove them"
+            )
     if not template:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "

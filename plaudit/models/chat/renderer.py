@@ -1,7 +1,7 @@
-"""Chat templates are rendered in a process of their own.
+"""Renders chat templates in a separate process.
 
-Jinja's sandbox keeps a template from reaching Python, but not from looping or building huge strings, and a thread that
-does cannot be stopped. A process can: it has a deadline, after which it is killed, and a bound on its memory.
+Jinja's sandbox keeps a template from accessing Python, but not from looping or building huge strings, and a thread that
+does cannot be stopped. The process has a deadline, after which it is killed, and a memory limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
 
 
 class Renderer:
-    """One worker, started when first needed and again after a kill. Safe to share between threads."""
+    """One worker process, started on first use and again after a kill. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class Renderer:
         self, template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool,
         names: Mapping[str, str], seconds: float, variables: Sequence[Mapping[str, Any]],
     ) -> list[str]:  # fmt: skip
-        """What the template writes of each conversation, with its variables, for each of which it has `seconds`."""
+        """Render each conversation with its variables, with a timeout of `seconds` each."""
         common = {
             "template": template, "add_generation_prompt": add_generation_prompt, "names": names, "seconds": seconds
         }  # fmt: skip
@@ -72,7 +72,7 @@ class Renderer:
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment,
-            start_new_session=True,  # a Ctrl-C in the terminal is for us to hear, not for it to die of
+            start_new_session=True,  # so that Ctrl-C in the terminal does not kill it
         )  # fmt: skip
         self._owner = os.getpid()
         if not exchange_lines(*pipes(self._process), b"", 1, START_SECONDS)[0]:
@@ -101,7 +101,7 @@ def _read_reply(line: bytes) -> str:
         case "refused":
             raise RequestError(f"the chat template refuses these messages: {message}")
         case _:
-            raise ModelError(f"the chat template fails: {message}; correct the template")
+            raise ModelError(f"the chat template failed: {message}; correct the template")
 
 
 RENDERER = Renderer()

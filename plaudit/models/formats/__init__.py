@@ -1,1 +1,1 @@
-"""Forms of weights that are read as plain ones: GGUF files and quantised checkpoints."""
+"""Weight formats that are dequantised on loading: GGUF files and quantised checkpoints."""

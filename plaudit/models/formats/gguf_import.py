@@ -1,4 +1,4 @@
-"""GGUF files, dequantised into a plain Hugging Face directory."""
+"""Dequantises GGUF files into a plain Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
     _check(source)
     options = {"gguf_file": source.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        # Not from_pretrained: it keeps the weights packed and fetches kernels for them from a hub where it can.
+        # Not from_pretrained, which keeps the weights packed and may download kernels for them from a hub.
         with quiet(), seeded(0), redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(source.parent, **options)
             module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
@@ -60,7 +60,9 @@ def _check(file: Path) -> None:
     if start[:4] != b"GGUF":
         raise ModelError(f"{file} is not a GGUF file: it begins with {start[:4]!r}, expected b'GGUF'")
     if len(start) < 8 or struct.unpack("<I", start[4:])[0] not in (2, 3):
-        raise ModelError(f"{file} is GGUF of a version that is not 2 or 3; convert it again with a current llama.cpp")
+        raise ModelError(
+            f"{file} has an unsupported GGUF version; expected 2 or 3: convert it again with a current llama.cpp"
+        )
     _check_tensors(file)
 
 

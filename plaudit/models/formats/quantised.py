@@ -1,5 +1,5 @@
-"""Quantised checkpoints, read as plain weights: fp8 with a scale for each block of a matrix (DeepSeek, Qwen) and MXFP4
-(gpt-oss). What trains and serves is the dequantised model; it is saved as such."""
+"""Quantised checkpoints, dequantised on loading: fp8 with block-wise scales (DeepSeek, Qwen) and MXFP4 (gpt-oss).
+Training, serving and saving use the dequantised model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A matrix in fp8, to be multiplied block by block."""
+    """An fp8 matrix with block-wise scales."""
 
     weight: Stored
     scale: Stored
@@ -90,7 +90,7 @@ class Packed:
 
 
 def read_model(directory: Path) -> dict[str, Readable]:
-    """Every tensor of a checkpoint, plain or not, as a plain one would have it."""
+    """Return every tensor of a checkpoint, with quantised ones readable as dequantised."""
     stored = read_directory(directory)
     raw = read_json(directory / "config.json")
     if "quantization_config" not in raw:

@@ -1,1 +1,1 @@
-"""Heads that transformers does not have: a value for every token, rewards of two layers, OpenRLHF's."""
+"""Heads that transformers lacks: per-token value heads, two-layer reward heads, OpenRLHF's."""

@@ -1,4 +1,4 @@
-"""Qwen's reward models: a Qwen2 trunk whose head has two layers. Their directories bring code for it; this stands in.
+"""Qwen's reward models: a Qwen2 trunk with a two-layer head. This replaces the custom code in their directories.
 
 Qwen2.5-Math-RM has one label, Qwen2.5-Math-PRM two, wrong and right.
 """

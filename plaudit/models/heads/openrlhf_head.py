@@ -1,4 +1,4 @@
-"""OpenRLHF's reward models: a trunk and a linear head under a name of its own, saved as the architecture RewardModel.
+"""OpenRLHF's reward models: a trunk and a linear head of any name, saved as the architecture RewardModel.
 
 Their config says whether rewards are normalised, and by which mean and deviation. Torch-free.
 """
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 def stored_head(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The head's name in the file: the one matrix of a single row outside the trunk."""
+    """Return the head's name in the file: the only matrix with one row outside the trunk."""
     heads = [name for name, shape in shapes.items() if name.count(".") == 1 and len(shape) == 2 and shape[0] == 1]
     if len(heads) != 1:
-        found = ", ".join(sorted(heads)) or "none"
-        raise ModelError(f"a RewardModel of OpenRLHF has one head NAME.weight of shape (1, hidden); found {found}")
+        names = ", ".join(sorted(heads)) or "none"
+        raise ModelError(f"an OpenRLHF RewardModel has one head NAME.weight of shape (1, hidden); got {names}")
     return heads[0].removesuffix(".weight")
 
 
@@ -30,7 +30,7 @@ def renamed_head(stored: Mapping[str, T], head: str) -> dict[str, T]:
 
 
 def standardisation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward table says of the normalisation that the config asks for."""
+    """Return the reward table keys for the normalisation in the config."""
     if not config.get("normalize_reward"):
         return {}
     return {"standardise": {"mean": float(config.get("mean", 0.0)), "std": float(config.get("std", 1.0))}}

@@ -60,4 +60,4 @@ def check_head(directory: Path, hidden_size: int) -> None:
     expected = {"weight": (1, hidden_size)}
     if shapes != expected:
         stored = {name: list(shape) for name, shape in shapes.items()}
-        raise ModelError(f"{file} holds {stored}, expected tensor 'weight' of shape [1, {hidden_size}]; save it again")
+        raise ModelError(f"{file} has {stored}, expected a tensor 'weight' of shape [1, {hidden_size}]; save it again")

@@ -1,1 +1,1 @@
-"""NeMo's archives of reward models (`.nemo`), turned into plain Hugging Face directories."""
+"""Converts NeMo reward model archives (`.nemo`) to plain Hugging Face directories."""

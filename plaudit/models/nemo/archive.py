@@ -1,4 +1,4 @@
-"""`plaudit import FILE.nemo DIRECTORY`: a reward model of NeMo-Aligner as a Hugging Face directory.
+"""`plaudit import FILE.nemo DIRECTORY`: converts a NeMo-Aligner reward model to a Hugging Face directory.
 
 An archive is a tar (or a folder) of `model_config.yaml`, the weights and the tokenizer's files.
 """
@@ -51,7 +51,7 @@ def import_nemo(
 
 @contextmanager
 def _unpacked(source: Path, directory: Path) -> Iterator[Path]:
-    """The folder `source`, or the archive's content beside `directory`, where the disk has place for a model."""
+    """Yield the folder `source`, or the archive unpacked beside `directory`, whose disk has space for a model."""
     if source.is_dir():
         yield source
         return
@@ -72,7 +72,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ModelError(f"cannot read {CONFIG} of the archive: {one_line(error)}") from error
     if not isinstance(cfg, dict):
-        raise ModelError(f"{CONFIG} holds a {type(cfg).__name__}, expected keys and values")
+        raise ModelError(f"{CONFIG} contains a {type(cfg).__name__}, expected keys and values")
     for key, value in cfg.items():  # OmegaConf writes references to other keys as they are
         if isinstance(value, str) and (match := REFERENCE.match(value)):
             cfg[key] = cfg.get(match[1])
@@ -146,7 +146,7 @@ def _tokenizer(folder: Path, cfg: Mapping[str, Any]) -> PreTrainedTokenizerFast:
                 tokenizer = _sentencepiece(files["model"])
             else:
                 raise ModelError(
-                    f"the archive names the tokenizer {kind!r} of {library!r} and has no files of it; {cure}"
+                    f"the archive uses the tokenizer {kind!r} of {library!r} and does not contain its files; {cure}"
                 )
     except ModelError:
         raise

@@ -1,4 +1,4 @@
-"""Megatron's names and shapes to those of transformers, for two decoders that the core runs.
+"""Converts Megatron tensor names and shapes to those of transformers, for two decoder architectures.
 
     llama  rope, rmsnorm, swiglu, no biases
     gpt2   learned positions, layernorm, gelu, biases

@@ -1,7 +1,7 @@
 """The index of a PyTorch distributed checkpoint (`.metadata`), read as data: it is a pickle, and none of it is run.
 
-`pickletools` takes the file apart into opcodes. A class becomes its name, and an object of one a `Record` of what it
-would have been made from, so that no file can call anything. Names that such an index has no use for are refused.
+`pickletools` splits the file into opcodes. A class becomes its name, and an object a `Record` of its constructor
+arguments, so that no file can call anything. Names that do not belong in such an index are refused.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Reading:
 
     def _named(self, module: str, name: str) -> Record:
         if module.split(".")[0] not in PACKAGES:
-            raise UnsafeModel(f"{self.source} names {module}.{name}, which is no part of a checkpoint's index")
+            raise UnsafeModel(f"{self.source} names {module}.{name}, which does not belong in a checkpoint's index")
         return Record(f"{module}.{name}")
 
     def _pop(self, count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The tensors of an unpacked archive, by their Megatron names: tensors and nothing else.
+"""Reads the tensors of an unpacked archive, by their Megatron names, and nothing else.
 
 Three layouts have been written: `model_weights/` of megatron-core in its zarr format (a folder of chunks for each
 tensor) or in PyTorch's distributed format (`.metadata` and `*.distcp`), and one `model_weights.ckpt` of torch.save.
@@ -44,7 +44,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         raise ModelError(f"{weights} is a checkpoint of the format {backend!r}; known: zarr, torch_dist")
     if any(directory.glob("*p_rank_*")):
         raise ModelError(
-            f"{directory} holds a file for every model-parallel rank; restore it with NeMo and save it again, which "
+            f"{directory} contains a file for every model-parallel rank; restore it with NeMo and save it again, which "
             f"gives {WEIGHTS}/"
         )
     raise ModelError(f"no weights in {directory}: looked for {WEIGHTS}/metadata.json and {CHECKPOINT}")
@@ -58,7 +58,7 @@ def _is_state(name: str) -> bool:
 def _read_checkpoint(file: Path) -> dict[str, Tensor]:
     tree = _load(file, file)
     if not isinstance(tree, Mapping):
-        raise ModelError(f"{file} holds a {type(tree).__name__}, expected tensors by their names")
+        raise ModelError(f"{file} contains a {type(tree).__name__}, expected tensors by name")
     tensors = {str(name): value for name, value in tree.items() if not _is_state(str(name))}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -73,7 +73,7 @@ def _load(stored: Path | io.BytesIO, file: Path) -> Any:
             return torch.load(stored, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UnsafeModel(
-            f"{file} holds more than tensors, or is damaged ({one_line(error)[:160]}); nothing of it was run"
+            f"{file} contains more than tensors, or is damaged ({one_line(error)[:160]}); nothing of it was run"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Engines of other projects (vLLM, SGLang, any OpenAI-compatible server) as a run's rollout engines."""
+"""External engines (vLLM, SGLang) as a run's rollout engines."""

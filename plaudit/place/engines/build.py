@@ -1,4 +1,4 @@
-"""The engines of other projects that a recipe names."""
+"""Builds a recipe's external engines."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def _check_heads(stage: PlacementContext) -> None:
     on_cpu = stage.trainee.decoder.device.type == "cpu"
     if stage.recipe.engine.name == "vllm" and on_cpu and not heads <= set(CPU_HEADS):
         raise ConfigError(
-            f"{stage.recipe.model.path} has attention heads of {sorted(heads)}, and vLLM on a CPU takes "
+            f"{stage.recipe.model.path} has attention heads of {sorted(heads)}, and vLLM on a CPU supports "
             f'{", ".join(map(str, CPU_HEADS))}: use another model, or engine.name = "core"'
         )

@@ -1,4 +1,4 @@
-"""A server of another project, started by us in its own environment: its log is kept, and it ends when we do."""
+"""An external engine server, started in its own environment: its log is kept, and it ends with this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine behind HTTP, as rollouts see it: the same `generate` as the core's, over somebody else's server.
+"""An engine on an HTTP server, with the same `generate` as the core's engine.
 
 Requests of one call go out together, one per prompt, and the server batches them as it likes. A request whose
 connection breaks is sent again, for nothing of its answer was used; when all have come, the server is asked whether it
@@ -128,11 +128,11 @@ class HttpEngine(ABC):
     ) -> list[Sample]:
         """As `Engine.generate`: all samples of the first prompt, then the second's."""
         if begun is not None:
-            raise RequestError(f"{self.name} cannot go on with samples that another engine has begun: use the core")
+            raise RequestError(f"{self.name} cannot continue samples of another engine: use the core")
         if len(prompts) != len(params):
             raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: give one each")
         for name in (name for option in params for name in option.core_only()):
-            raise RequestError(f"{name} is not passed on to {self.name}: leave it out, or use the core")
+            raise RequestError(f"{name} is not supported by {self.name}: remove it, or use the core")
         version = self.version
         if version is None:
             raise StaleWeights(f"{self.name} has received no weights yet: publish before generating")

@@ -1,4 +1,4 @@
-"""A weight channel's wire to an engine behind HTTP: every message is one call, one after the other."""
+"""A weight channel's connection to an HTTP engine: every message is one call, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive whoever started it: `python -m plaudit.place.engines.leash CORES COMMAND ...`.
+"""Runs a command that ends with its parent process: `python -m plaudit.place.engines.leash CORES COMMAND ...`.
 
 The owner holds the other end of this process's standard input. When that closes, for whatever reason (the owner was
 killed, too), the command and all processes it has started are told to end, and killed if they do not.

@@ -1,4 +1,4 @@
-"""Whether an engine has the weights that it says: its log-probs after fixed tokens against the trainer's.
+"""Checks that an engine uses the weights it reports: compares its log-probs after fixed tokens with the trainer's.
 
 A checksum tells that the bytes arrived, not that they are used: vLLM kept an old packed head, and any engine may keep
 old KV. Two questions are asked after every publication:

@@ -1,4 +1,4 @@
-"""Engines of other projects as the rollouts of a run: started or found, kept in weights, probed, and started again.
+"""External engines as the rollouts of a run: started or connected, updated with weights, probed, and restarted.
 
 To the placements it is what a Fleet is: `generate`, `publish`, `mend`.
 """

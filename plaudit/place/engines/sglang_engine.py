@@ -1,5 +1,4 @@
-"""SGLang as a rollout engine, through its HTTP API (as of 0.5.10) alone; tested against a recorded contract, not a
-server.
+"""SGLang as a rollout engine, by its HTTP API (0.5.10) only; tested against recorded replies, not a server.
 
 What its API gives, and what follows from it:
 
@@ -45,11 +44,11 @@ class SglangEngine(HttpEngine):
         active = [f"{name} = {getattr(params, name)}" for name, off in filters.items() if getattr(params, name) != off]
         if active:
             raise RequestError(
-                f"SGLang gives log-probs from before {', '.join(active)} act, so what was sampled cannot be known: "
-                "leave it out, or use the core or vLLM"
+                f"SGLang returns log-probs from before {', '.join(active)} are applied, which are not those of the "
+                "sampling distribution: remove them, or use the core or vLLM"
             )
         if params.logit_bias or params.salt:
-            raise RequestError("logit_bias and salt are not passed on to SGLang: use the core or vLLM")
+            raise RequestError("logit_bias and salt are not supported by SGLang: use the core or vLLM")
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.stop_ids)}
         options: dict[str, Any] = {
             "temperature": params.temperature, "stop": list(params.stop), "stop_token_ids": sorted(stops),

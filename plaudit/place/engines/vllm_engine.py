@@ -48,7 +48,7 @@ class VllmEngine(HttpEngine):
             raise ConfigError(f"{error}; {how}") from error
         mode = info["vllm_config"]["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
-            raise ConfigError(f"{self.name} gives {mode}, needed are processed_logprobs: {how}")
+            raise ConfigError(f"{self.name} has --logprobs-mode {mode}, expected processed_logprobs: {how}")
         self._life = state.life
         names = [model["id"] for model in models["data"]]
         return MODEL if MODEL in names else names[0]

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own workers: it takes in new weights, and knows which version they are.
+"""vLLM worker extension: loads new weights, and keeps their version.
 
 vLLM loads it by `--worker-extension-cls` and mixes it into its worker class, so that `self` is a worker; nothing here
 may need more than vLLM's environment has. Two traps of vLLM (0.32, on the CPU) are dealt with:

@@ -1,4 +1,4 @@
-"""vLLM as a server of its own, in an environment of its own."""
+"""A vLLM server, started in its own environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plaudit rollouts RUN`: this machine generates for a run that trains on others. Loads no torch itself.
+"""`plaudit rollouts RUN`: generate on this machine for a run that trains on others. Imports no torch itself.
 
 It finds the trainer by the run directory, which both see, starts engines as it is told, each a process that talks to
 the trainer itself, and ends them when it is told or when the trainer is gone. Then it waits for the trainer to come

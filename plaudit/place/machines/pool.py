@@ -1,4 +1,4 @@
-"""The trainer's end of the machines that generate for it: a host of rollout workers, which it has started there.
+"""The trainer's side of rollout machines: a host that starts rollout workers on them.
 
 Machines connect to the trainer's endpoint (messages.py) when they are ready, and again after they were away. Each has
 places for as many engines; a machine too many waits for the places of one that is lost. An engine ends with its
@@ -142,8 +142,8 @@ class RolloutMachines:
             self._listener = CallbackListener(rollout.address or "")
         except OSError as error:
             raise PlauditError(
-                f"resources.rollout.address = {rollout.address!r} is no address of this machine "
-                f"({error.strerror or error}): name one, or leave it out"
+                f"resources.rollout.address = {rollout.address!r} is not an address of this machine "
+                f"({error.strerror or error}): set one, or remove it"
             ) from error
         endpoint = TrainerEndpoint(_own_name(rollout.address), self._listener.address[1], self._listener.token.hex())
         self._file = directory / ENDPOINT
@@ -187,7 +187,7 @@ class RolloutMachines:
             if not self._news.wait_for(lambda: any(machine.free for machine in self._present()), REJOIN_SECONDS):
                 raise EngineLost(
                     f"no machine has come within {REJOIN_SECONDS:g} s to generate in place of one that was lost: run "
-                    f"plaudit rollouts {self._directory} there, and --resume goes on from the last checkpoint"
+                    f"plaudit rollouts {self._directory} there, and --resume continues from the last checkpoint"
                 )
             machine = next(machine for machine in self._present() if machine.free)
             number, place = next(self._numbers), machine.free.pop(0)

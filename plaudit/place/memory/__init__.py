@@ -1,1 +1,1 @@
-"""Device memory of a run: who holds it phase by phase, what is offloaded when, whether a recipe fits."""
+"""Device memory of a run: usage by owner and phase, offloading, and whether a recipe fits."""

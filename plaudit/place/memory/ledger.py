@@ -1,4 +1,4 @@
-"""What memory holds, by owner, at the start and at the end of every phase, beside what the device says.
+"""Memory by owner at the start and the end of every phase, compared with what the device reports.
 
 For each phase the ledger asks every owner what it holds, and the device's meter what is taken. What no owner accounts
 for is `unaccounted`, never left out. The peak of a phase, less what the owners and the unaccounted hold, is

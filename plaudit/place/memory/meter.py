@@ -1,4 +1,4 @@
-"""How much memory a device has given out: what the ledger is checked against."""
+"""Reads the memory in use on a device, against which the ledger is checked."""
 
 from __future__ import annotations
 

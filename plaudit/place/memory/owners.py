@@ -1,4 +1,4 @@
-"""Who holds memory: the models of a run, their gradients and optimizers, the KV."""
+"""Memory owners: the models of a run, their gradients and optimizers, the KV cache."""
 
 from __future__ import annotations
 

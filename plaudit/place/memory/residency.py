@@ -1,4 +1,4 @@
-"""What is on the device, phase by phase: the rest waits elsewhere and comes back bit for bit.
+"""Offloading by phase: what a phase does not need leaves the device and is restored bit for bit.
 
 A tensor that leaves keeps its identity, shape and device and loses its memory; optimizers, hooks, modules and whoever
 else has a view of that memory, as FSDP and the optimizer have of a shard, find it filled when it is back. On a GPU what

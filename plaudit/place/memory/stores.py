@@ -1,4 +1,4 @@
-"""Where tensors wait that are not on the device: pinned host memory beside a GPU, a file beside the CPU."""
+"""Storage for offloaded tensors: pinned host memory for a GPU, a file for the CPU."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class FileStore:
                 done = os.pwrite(self._file.fileno(), data, offset)
             except OSError as error:
                 raise StorageError(
-                    f"cannot write {len(data)} bytes of a resting model under {self.directory}: {error.strerror}; free "
-                    'some space, or set placement.name = "colocated"'
+                    f"cannot write {len(data)} bytes of an offloaded model to {self.directory}: {error.strerror}; free "
+                    'disk space, or set placement.name = "colocated"'
                 ) from error
             data, offset = data[done:], offset + done
 
@@ -144,7 +144,7 @@ class FileStore:
         while into:
             done = os.preadv(self._file.fileno(), [into], offset)
             if not done:
-                raise StorageError(f"a resting model under {self.directory} is cut short: the disk may be full")
+                raise StorageError(f"an offloaded model in {self.directory} is truncated: the disk may be full")
             into, offset = into[done:], offset + done
 
 

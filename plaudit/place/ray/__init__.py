@@ -1,1 +1,1 @@
-"""A run on a Ray cluster: ranks, rollout workers and rewards as actors. The one place of `place` that imports ray."""
+"""Runs on a Ray cluster: ranks, rollout workers and rewards as actors. Only this package of `place` imports ray."""

@@ -1,4 +1,4 @@
-"""A Ray cluster and a run's place in it: one bundle of CPUs and GPUs for every process that the recipe asks for.
+"""A Ray cluster and a run's placement group: one bundle of CPUs and GPUs for every process of the recipe.
 
     rank 0, rank 1, …, rollout 0, …, reward 0, …      in this order in one placement group
 
@@ -116,8 +116,8 @@ def place(ray: Any, recipe: RlRecipe) -> Any:
         free = ", ".join(f"{ray.available_resources().get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
         node = " on one node, which placement.channel = shared needs" if together else ""
         raise ConfigError(
-            f"Ray could not place {_sum(wanted, 'CPU')}{node} within {PLACE_SECONDS:g} s ({free}): somebody else has "
-            "them, or a process is larger than a node"
+            f"Ray could not place {_sum(wanted, 'CPU')}{node} within {PLACE_SECONDS:g} s ({free}): they are in use, "
+            "or a process needs more than one node has"
         )
     return group
 
@@ -150,7 +150,7 @@ def own_group(ray: Any) -> Any:
     """The placement group of the rank that this process is."""
     group = ray.util.get_current_placement_group() if ray.is_initialized() else None
     if group is None:
-        raise ConfigError("resources.ray: this process is no rank on Ray; `plaudit train` starts those")
+        raise ConfigError("resources.ray: this process is not a rank on Ray; start ranks with `plaudit train`")
     return group
 
 

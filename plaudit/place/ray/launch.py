@@ -1,4 +1,4 @@
-"""`plaudit train` on Ray: starts the driver, and takes the run up again when a rank, the driver or Ray was lost.
+"""`plaudit train` on Ray: starts the driver, and resumes the run when a rank, the driver or Ray was lost.
 
 Needs neither Ray nor torch: what happens to Ray's processes does not happen to this one.
 """
@@ -34,7 +34,7 @@ def launch_on_ray(recipe: RlRecipe, arguments: Sequence[str], directory: Path) -
         if losses > MOST_LOSSES:
             print(
                 f"plaudit: the run was lost {losses} times in a row without a new checkpoint (the driver {how}); "
-                "--resume goes on from the last one", file=sys.stderr,
+                "--resume continues from the last one", file=sys.stderr,
             )  # fmt: skip
             return 1
         print(f"plaudit: the run on Ray was lost ({how}): it goes on from {newest or 'its beginning'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Rewards in Ray actors: what scores a batch is there as often as resources.reward.processes says.
+"""Rewards in Ray actors, resources.reward.processes of them.
 
 A batch is cut into one piece per actor, in order. A piece whose actor died is given to its successor, whole: scores
 come with the piece or not at all, so that none is lost and none is there twice.

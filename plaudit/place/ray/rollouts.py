@@ -1,4 +1,4 @@
-"""Rollout workers in Ray actors: the host of the same worker loop, over TCP, in the bundles of the run's own group.
+"""Rollout workers in Ray actors: the same worker loop, over TCP, in the bundles of the run's placement group.
 
 An actor that dies is replaced by another in its bundle; RemoteEngine holds it stale until it has received weights.
 """

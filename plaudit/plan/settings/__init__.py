@@ -1,1 +1,1 @@
-"""A plan as the settings of other projects. Names of options are facts: each project says where they were read."""
+"""A plan as settings of other projects. Each project states the source of its option names."""

@@ -1,4 +1,4 @@
-"""The fastest plan that a project can be told, as its settings."""
+"""The fastest plan that a project supports, as its settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_project(name: str) -> Project:
 
 
 def settings_for(project: Project, question: Question) -> tuple[str, Prediction]:
-    """Of all plans that fit, by the figures of published runs. Where none does, the refusal is that of any plan."""
+    """Choose among all plans that fit, by measurements of published runs. If none fits, raise as for any plan."""
     plans = [p for place in question.clusters for p in question.plans_of_others(place).plans]
     plans.sort(key=lambda p: p.step.value)
     if not plans:
@@ -28,10 +28,10 @@ def settings_for(project: Project, question: Question) -> tuple[str, Prediction]
     chosen = next((p for p in plans if not project.missing(p)), None)
     if chosen is None:
         lacks = ", ".join(project.missing(plans[0]))
-        raise ConfigError(f"--settings {project.name}: none of {len(plans)} plans can be said in its settings; the "
-                          f"fastest asks for {lacks}; --placement or another --algorithm may give one")  # fmt: skip
+        raise ConfigError(f"--settings {project.name}: none of {len(plans)} plans can be expressed in its settings; "
+                          f"the fastest needs {lacks}; --placement or another --algorithm may give one")  # fmt: skip
     note = [
-        f"Planned: {chosen.plan}", f"{chosen.step.value:.3g} s a step on {chosen.plan.hardware}, by figures of "
+        f"Planned: {chosen.plan}", f"{chosen.step.value:.3g} s a step on {chosen.plan.hardware}, by measurements of "
         f"published runs; MODEL is {chosen.workload.model.name}", f"{project.checked}",
         "The longest prompt is taken as twice the mean. Data, reward, learning rate and steps are yours to set.",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What all projects' settings have in common: the sizes of a plan, and what a project cannot be told."""
+"""Shared by all projects' settings: the sizes of a plan, and what a project does not support."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A plan for a person or a program: terminal, HTML page, JSON, explanation. Nothing is computed here."""
+"""Output of a plan: terminal, HTML page, JSON, explanation. Nothing is computed here."""

@@ -13,7 +13,7 @@ from plaudit.plan.shape.hardware import Cluster
 LEFT_OUT = {
     "tokens_per_second_per_megawatt": "the four published measurements are missed by more than 25 % (docs/planner.md)"
 }
-"""Figures that are asked for and that no plan has, with the reason."""
+"""Metrics that no plan has, with the reason."""
 
 
 def term_data(term: Term) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`plaudit plan`: from the words of the command line to what it prints and writes."""
+"""`plaudit plan`: from command-line options to output and files."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from plaudit.plan.sweep import check_sweep, sweep
 from plaudit.plan.utilisation import loads, utilisations
 
 MANY_DEVICES = 256
-"""From here on a search takes seconds, and shows how far it is."""
+"""From this size on a search takes seconds and shows its progress."""
 
 
 def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Callable[[], str]) -> None:
-    """`resolve` finds a model's directory, `measure` measures this machine: both load what the planner does not."""
+    """`resolve` returns a model's directory, `measure` measures this machine: both import what the planner does not."""
     if options.top < 1:
         raise ConfigError(f"top = {options.top}: expected one plan or more")
     for path in (options.page, options.out, options.calibrate):
@@ -54,14 +54,14 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         return
     for name in ("generation_layout", "training_layout"):
         if getattr(options, name):
-            raise ConfigError(f"--{name.replace('_', '-')} says how a run was cut: name the run with --from")
+            raise ConfigError(f"--{name.replace('_', '-')} is the layout of a measured run: set the run with --from")
     if options.serve is not None:
         _serve(options)
         return
     if options.rate is not None or options.p99 is not None:
-        raise ConfigError("--rate and --p99 say what a reward service must reach: name its model with --serve")
+        raise ConfigError("--rate and --p99 are targets of a reward service: set its model with --serve")
     if options.settings is not None and (options.recipe or options.as_json or options.explain or options.page):
-        raise ConfigError("--settings writes those alone: leave out --for, --json, --explain and --page")
+        raise ConfigError("--settings writes only settings: remove --for, --json, --explain and --page")
     if options.sweep is not None or options.utilisation is not None:
         _tables(options, resolve)
         return
@@ -85,10 +85,10 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
 
 
 def _compare(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
-    """A run against its plan; with --out also the constants that fit it."""
+    """Compare a run with its plan; with --out also write the refitted constants."""
     comparison = compare(options, resolve)
     if options.out is not None and not comparison.as_run:
-        raise ConfigError("--out: constants are refitted to the plan that ran; say which with --placement, "
+        raise ConfigError("--out: constants are refitted to the plan that ran; set it with --placement, "
                           "--generation-layout and --training-layout")  # fmt: skip
     if options.as_json:
         print(json.dumps(comparison_data(comparison), indent=2))
@@ -130,7 +130,7 @@ def _pools(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
 
 
 def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
-    """What to rent; formulas, page and recipe are those of the first."""
+    """Print what to rent; formulas, page and recipe are those of the first offer."""
     _check_model(options)
     asked = market(options)
     choice = replace(asked, question=_planned(asked.question, options, resolve)).answer()
@@ -183,7 +183,7 @@ def _check_model(options: PlanOptions) -> None:
 
 
 def _planned(question: Question, options: PlanOptions, resolve: Callable[[str], Path]) -> Question:
-    """With the workload of the recipe, where there is one."""
+    """Use the recipe's workload, if there is a recipe."""
     if options.recipe is None:
         return question
     work = workload_of(read_recipe(options.recipe), resolve, options.prompt, options.response)

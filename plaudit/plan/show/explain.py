@@ -24,7 +24,7 @@ def explain(prediction: Prediction, wanted: str = "step") -> str:
     trees = list(_trees(prediction, wanted))
     if not trees:
         names = {"step", "memory", "host", "cost", "all", *(t.name for t in _all(prediction))}
-        raise ConfigError(f"nothing is called {wanted!r}; {nearest(wanted, names)}")
+        raise ConfigError(f"unknown term {wanted!r}; {nearest(wanted, names)}")
     return "\n".join(line for tree in trees for line in _lines(tree, 0))
 
 

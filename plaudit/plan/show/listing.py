@@ -1,4 +1,4 @@
-"""Plans in the terminal: a ranked table, what was rejected and why, where the time goes."""
+"""Plans in the terminal: a ranked table, rejected plans with reasons, time per phase."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
 
 
 def _print_others(outcome: Outcome, top: int, console: Console) -> None:
-    """A row for each set of things that our trainer lacks."""
+    """Print one row for each set of features that Plaudit's trainer lacks."""
     ours = outcome.runnable[0].step.value if outcome.runnable else None
     title = "With other software: what Plaudit's own trainer does not run, and what it lacks for that"
     table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)

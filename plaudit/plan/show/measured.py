@@ -1,4 +1,4 @@
-"""A run beside its plan, in the terminal and as data."""
+"""A run compared with its plan, in the terminal and as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plaudit.plan.observed.comparison import Comparison, PhaseRow
 from plaudit.plan.show.listing import new_console, seconds
 
 FAR = 0.05
-"""From here on a refit that does not reach the run is told."""
+"""From this factor on a refit that does not match the run is reported."""
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
@@ -36,7 +36,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines = [
         f"{measured.source}: median of {measured.steps} steps after the first; {work.batch} responses of "
         f"{work.prompt:.4g} + {work.response:.4g} tokens",
-        f"plan: {plan}" + ("" if comparison.as_run else "; the fastest, and not surely the one that ran: say which with"
+        f"plan: {plan}" + ("" if comparison.as_run else "; the fastest, which may not be the one that ran: set it with"
                            " --placement, --generation-layout and --training-layout"),
     ]  # fmt: skip
     spent = {"waiting for responses": measured.waited, "in no phase": measured.rest,

@@ -1,4 +1,4 @@
-"""One HTML page about a plan: what memory holds, when each phase runs, what time costs. Nothing from the network."""
+"""A self-contained HTML page of a plan: memory, phases, cost."""
 
 from __future__ import annotations
 

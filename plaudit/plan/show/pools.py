@@ -1,4 +1,4 @@
-"""Pools of their own for prefill, decode and training, in the terminal and as data."""
+"""Separate pools for prefill, decode and training, in the terminal and as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent and the policy say to each other in one episode, and which request continues which conversation.
+"""The conversations of an agent with the policy in one episode, and which request continues which conversation.
 
 Everything here runs on the endpoint's event loop, except what is said to.
 """
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What a request asks for.
+    """The content of a request.
 
     variables  what the chat template looks at beside messages: tools
     ending     all that decides where the answer ends, or what form it has
@@ -194,7 +194,7 @@ class AgentEpisode:
         turn.answer.set_result(sample)
 
     def drop(self, turn: AgentTurn, why: HttpError) -> None:
-        """Nothing came of it: as if it had never been asked."""
+        """Remove a failed turn, as if it had not been requested."""
         self.turns.remove(turn)
         if turn.work is not None:
             turn.work.cancel()
@@ -217,9 +217,9 @@ class AgentEpisode:
 
     def _refused(self, ask: ChatTurn) -> FieldError:
         open_ones = [turn for turn in self.turns if not turn.answer.done()]
-        why = "while an answer is under way" if open_ones else "which does not continue what was said"
+        why = "while another is in progress" if open_ones else "which does not continue an earlier one"
         return FieldError(
-            f"a request {why} would begin conversation {len(self.transcripts) + 1} of this episode, and "
+            f"a request {why} would start conversation {len(self.transcripts) + 1} of this episode, and "
             f"agent.conversations = {self.most}: send all earlier messages as they were, with the answers and the same "
             "tools, or raise agent.conversations",
             "messages", "another_conversation",

@@ -1,4 +1,4 @@
-"""Environments: what answers the policy between its turns, and how one is found by name."""
+"""Environments, which respond between the policy's turns, and how they are loaded by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Environment(Protocol):
     `close`, which comes last and once, whatever happened: also after a call that failed or was given up."""
 
     def reset(self, prompt: Prompt) -> None:
-        """A response to this prompt begins."""
+        """Begin a response to this prompt."""
 
     def step(self, response: str) -> Turn:
-        """What the policy wrote in this turn, stop string included."""
+        """Respond to the policy's turn, stop string included."""
 
 
 def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
-    """Makes environments. What cannot be made is told now, not in the middle of a rollout."""
+    """Return a factory of environments, and report now, not during a rollout, if one cannot be created."""
     path = BUILT_IN.get(table.name, table.name)
     if ":" not in path:
         raise ConfigError(
@@ -52,13 +52,13 @@ def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
 
 
 def load_named(path: str, key: str, form: str) -> Any:
-    """What a recipe names by its file or module. `form` is what the recipe's `key` should look like."""
+    """Load an object by its file or module. `form` is the expected form of the recipe's `key`."""
     home, _, name = path.rpartition(":")
     if not (home and name):
         raise ConfigError(f"{key} = {path!r} is not of the form {form}")
     try:
         return getattr(_module(home), name)
-    except Exception as error:  # a user's file may raise whatever it likes
+    except Exception as error:  # user code may raise anything
         raise ConfigError(f"{key} = {path!r} cannot be loaded: {_summary(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""Turns with an environment, token in, token out.
+"""Multi-turn episodes with an environment, token in, token out.
 
 Each sample goes at the pace of its own environment: once that has answered, its next turn joins the engine's running
 batch, whatever the others do. What the policy reads is the prompt and every token so far exactly as it was sampled; an
@@ -158,7 +158,7 @@ class Episode:
 
 
 class Episodes:
-    """A player whose samples talk with environments, one each."""
+    """A player whose samples interact with environments, one each."""
 
     def __init__(
         self, engine: Generator, tokenizer: Any, positions: int, sampling: SamplingTable, table: EnvironmentTable,

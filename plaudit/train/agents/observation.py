@@ -1,4 +1,4 @@
-"""The tokens of what an environment says. Its text never becomes control tokens; a chat template's own do."""
+"""Tokenises observations. Their text never becomes control tokens; those of the chat template do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class ObservationEncoder:
         """`last` is the policy's last token: an end-of-turn token that it wrote itself is not written again."""
         if not chat:
             if role != "user":
-                raise ConfigError(f"role = {role!r} is for conversations, and the prompt is none: set data.chat = true")
+                raise ConfigError(
+                    f"role = {role!r} is for conversations, and the prompt is plain text: set data.chat = true"
+                )
             return tuple(encode(self.tokenizer, observation))
         return self.messages([{"role": role, "content": observation}], last=last)
 
@@ -36,7 +38,7 @@ class ObservationEncoder:
         for role in {str(message.get("role")) for message in messages} - self._known:
             one, other = (self._between([{"role": role, "content": text}], last, variables) for text in "12")
             if one == other:
-                raise ConfigError(f"the model's chat template leaves {role} messages out: give them the role user")
+                raise ConfigError(f"the model's chat template drops {role} messages: give them the role user")
             self._known.add(role)
         return self._between(messages, last, variables)
 
@@ -49,8 +51,8 @@ class ObservationEncoder:
         head += encode(self.tokenizer, SAID)
         if whole[: len(head)] != head:
             raise ConfigError(
-                "the model's chat template writes a finished turn otherwise than one that is being written, so that a "
-                "conversation cannot go on token by token: set data.chat = false and write the turns as plain text"
+                "the model's chat template renders a finished turn differently from an open one, so a conversation "
+                "cannot continue token by token: set data.chat = false and write the turns as plain text"
             )
         between = whole[len(head) :]
         return tuple(between[1:] if between[:1] == [last] else between)

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a server with a session for each response, whose actions are what the policy writes."""
+"""OpenEnv environments: a server with a session for each response, whose actions are the policy's turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of somebody else's code, several at a time, each with a time limit."""
+"""Concurrent calls of user code, each with a timeout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_SECONDS = 60.0  # how long to wait where no call has a time limit to keep
 
 
 class Overdue(Exception):
-    """The call did not come back in time. Its thread is left behind: Python cannot stop one."""
+    """The call timed out. Its thread is abandoned, because Python cannot stop threads."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class ParallelCalls:
         for call in [call for call in self._running if call.until <= now]:
             call.given_up = True
             self._workers -= 1
-            self._over(call, Overdue(f"no answer in {self.seconds:g} s"))
+            self._over(call, Overdue(f"no response within {self.seconds:g} s"))
 
     def close(self) -> None:
         self._started.put(None)

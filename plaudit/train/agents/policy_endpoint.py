@@ -1,4 +1,4 @@
-"""An OpenAI endpoint of the policy that is being trained, on this machine's loopback address.
+"""An OpenAI-compatible endpoint of the policy in training, on this machine's loopback address.
 
 The server's own listener and replies, with the rollout's engine behind them. A request is known by its API key, of
 which every episode has its own: `agent_episode.py` says which conversation it continues.
@@ -90,9 +90,7 @@ class PolicyEndpoint:
         self._thread = threading.Thread(target=self._run, args=(sock,), daemon=True, name="endpoint")
         self._thread.start()
         if not self._started.wait(START_SECONDS):
-            raise RunError(
-                f"the policy's endpoint does not listen after {START_SECONDS:g} s: look at the machine's load"
-            )
+            raise RunError(f"the policy's endpoint does not listen after {START_SECONDS:g} s: check the machine's load")
 
     @staticmethod
     def new_key() -> str:
@@ -162,7 +160,7 @@ class PolicyEndpoint:
         try:
             asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_SECONDS)
         except TimeoutError:
-            raise RunError(f"the policy's endpoint does not answer within {START_SECONDS:g} s") from None
+            raise RunError(f"the policy's endpoint did not respond within {START_SECONDS:g} s") from None
 
     def _admit(self, playing: Playing) -> None:
         self._keys |= {episode.key: (episode, playing) for episode in playing.episodes}
@@ -225,7 +223,7 @@ class PolicyEndpoint:
         finally:
             turn.clients -= 1
             if not turn.clients and not turn.answer.done():
-                self._give_up(episode, turn, HttpError(499, "disconnected", "the client has gone"))
+                self._give_up(episode, turn, HttpError(499, "disconnected", "the client disconnected"))
 
     async def _work(
         self, episode: AgentEpisode, turn: AgentTurn, playing: Playing, parsed: wire.ChatRequest, form: Sampling
@@ -276,7 +274,7 @@ def check_sampling(parsed: wire.ChatRequest, tables: Sequence[SamplingTable], *,
     for name, harmless in NEVER.items():
         value = getattr(parsed, name)
         if value is not None and value not in harmless:
-            raise FieldError(f"{name} is {value}, and a turn of an episode has none of it: leave it out", name)
+            raise FieldError(f"{name} is {value}, which a turn of an episode does not support: remove it", name)
     if ignore:
         return
     for name, key in CHOSEN.items():
@@ -284,14 +282,14 @@ def check_sampling(parsed: wire.ChatRequest, tables: Sequence[SamplingTable], *,
         known = [getattr(table, name) for table in tables]
         if value is not None and value not in known and not (name == "top_k" and value == -1 and 0 in known):
             raise FieldError(
-                f"{name} is {value:g}, and this run learns from {key} = {known[-1]:g}: leave it out, or set "
-                "agent.ignore_sampling = true to have the recipe's in its place", name,
+                f"{name} is {value:g}, and this run samples with {key} = {known[-1]:g}: remove it, or set "
+                "agent.ignore_sampling = true to use the recipe's value", name,
             )  # fmt: skip
     for name, harmless in RESHAPING.items():
         value = getattr(parsed, name)
         if value is not None and value not in harmless:
             raise FieldError(
-                f"{name} is {value}, and this run learns from what the recipe's [sampling] draws: leave it out, or set "
+                f"{name} is {value}, and this run samples with the recipe's [sampling]: remove it, or set "
                 "agent.ignore_sampling = true", name,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A conversation with the policy as it grows, token for token: what the policy read and what it wrote."""
+"""A growing conversation with the policy, token by token: its input and its output."""
 
 from __future__ import annotations
 

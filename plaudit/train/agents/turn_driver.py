@@ -1,4 +1,4 @@
-"""Turns of the policy that begin and end while others run: whoever is ready joins the engine's running batch.
+"""Continuous batching of policy turns: a turn joins the engine's running batch when it is ready.
 
 One thread, the owner, drives: it takes in what was posted, computes a step, and hands out the turns that are finished.
 Any thread may submit, cancel and post.

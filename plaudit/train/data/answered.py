@@ -1,4 +1,4 @@
-"""What a sample answers, kept with it. Torch-free, for those who only read what a run has dumped."""
+"""Stores a sample's prompt with it. Imports no torch, for tools that only read a run's dump."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
-    """The sample with what it answers, so that it can be shown, and checked again, without the run it is from."""
+    """Return the sample with its prompt, so that it can be shown and scored again without its run."""
     question = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
     if "messages" in prompt.extra:
         question["messages"] = prompt.extra["messages"]
@@ -23,11 +23,11 @@ def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
 
 
 def prompt_of(sample: Sample) -> Prompt:
-    """What `with_prompt` put into a sample."""
+    """Return the prompt that `with_prompt` stored in a sample."""
     if "truth" not in sample.extra:
-        raise DataError("its samples do not say what they answer: it is of an older Plaudit; make it anew")
+        raise DataError("the dump has no prompts with its samples: an older Plaudit wrote it; generate it again")
     extra = {key: sample.extra[key] for key in ("messages",) if key in sample.extra}
-    # Its truth is among the columns, under the name that it has in the file.
+    # The truth is one of the columns, under its name in the file.
     return Prompt(
         sample.extra["prompt"], sample.prompt_ids, sample.extra["truth"], extra | sample.extra.get("columns", {})
     )

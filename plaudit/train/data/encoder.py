@@ -1,4 +1,4 @@
-"""Texts and messages to the token ids of a prompt, within the model's positions."""
+"""Encodes texts and messages to prompt token ids, within the model's positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plaudit.train.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """The model's positions, how many of them a response may take, by which key of the recipe, and what gives more."""
+    """The model's positions, the response's limit and its recipe key, and how to extend the positions."""
 
     positions: int
     response: int
@@ -34,7 +34,7 @@ class LengthLimits:
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A text or messages on their way to a prompt. `origin` is where they came from, for messages."""
+    """A text or messages before encoding. `origin` is their source, for error messages."""
 
     content: str | Sequence[dict[str, Any]]
     truth: Any
@@ -44,7 +44,7 @@ class RawPrompt:
 
 
 class PromptEncoder:
-    """The tokens of prompts as the policy was trained on them: their text never becomes control tokens."""
+    """Encodes prompts as in the policy's training: text never becomes control tokens."""
 
     def __init__(self, data: AskingTable, tokenizer: Any, room: LengthLimits | None = None) -> None:
         self.data = data
@@ -52,11 +52,11 @@ class PromptEncoder:
         self.room = room
 
     def rows(self, rows: Sequence[Row], truth: str) -> list[Prompt]:
-        """Of a data file; `truth` is the key of what is needed to check an answer, and other keys ride along."""
+        """Encode the rows of a data file; `truth` is the key of the reference answer, and other keys are kept."""
         return self.prompts([_raw_prompt(row, truth) for row in rows])
 
     def prompts(self, raw: Sequence[RawPrompt]) -> list[Prompt]:
-        """Chats are rendered together: a way to the process that does it and back for each would take longer."""
+        """Encode prompts. Chats are rendered in one call to the template process, which is faster."""
         chats = [self._chat(each) for each in raw]
         pairs = list(zip(raw, chats, strict=True))
         rendered = iter(self._rendered([(each, chat) for each, chat in pairs if chat is not None]))
@@ -74,8 +74,8 @@ class PromptEncoder:
         return encoded
 
     def _chat(self, raw: RawPrompt) -> list[dict[str, Any]] | None:
-        """Its messages, or None for a text that is not asked in a chat. data.system goes before messages that have no
-        system message of their own."""
+        """Return the messages, or None for a plain text without chat. data.system is prepended if there is no system
+        message."""
         if not isinstance(raw.content, str):
             messages = list(raw.content)
         elif self.data.chat:
@@ -90,16 +90,17 @@ class PromptEncoder:
 
     def _rendered(self, chats: Sequence[tuple[RawPrompt, list[dict[str, Any]]]]) -> list[list[int]]:
         if not chats:
-            return []  # of a model that may have no template
+            return []  # the model may have no template
         try:
             return render_chats(self.tokenizer, [chat for _, chat in chats], add_generation_prompt=True)
         except PlauditError as error:
             if len(chats) == 1:
                 raise DataError(f"{chats[0][0].origin}: {error}") from None
-        return [ids for each in chats for ids in self._rendered([each])]  # which says whose fault it is
+        return [ids for each in chats for ids in self._rendered([each])]  # to name the prompt that fails
 
     def may_be_too_long(self, row: Row) -> bool:
-        """False is sure without a tokenizer: a token is at least a byte, and a template under half the positions."""
+        """Check without a tokenizer; False is certain: a token is at least a byte, a template under half the
+        positions."""
         if self.room is None:
             return False
         messages = row.fields.get("messages")
@@ -109,7 +110,9 @@ class PromptEncoder:
 
     def _check(self, ids: list[int], origin: str) -> None:
         if not ids:
-            raise DataError(f"{origin}: the prompt is empty, and the model has no begin token to stand for it")
+            raise DataError(
+                f"{origin}: the prompt is empty, and the model has no BOS token to use instead; remove the row"
+            )
         try:
             if self.room is not None:
                 self.room.check(len(ids))
@@ -126,5 +129,5 @@ def _raw_prompt(row: Row, truth: str) -> RawPrompt:
 def messages_of(row: Row) -> list[dict[str, Any]]:
     messages = row.fields["messages"]
     if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise DataError(f"{row.origin}: messages must be a list of {{role, content}}, found {str(messages)[:60]!r}")
+        raise DataError(f"{row.origin}: messages must be a list of {{role, content}}, got {str(messages)[:60]!r}")
     return [dict(message) for message in messages]

@@ -1,4 +1,4 @@
-"""Prompts of reasoning-gym: endless tasks with checkers (extra `verify`)."""
+"""reasoning-gym prompts: generated tasks with verifiers (extra `verify`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plaudit.errors import ConfigError, DataError, nearest, one_line
 from plaudit.records import Prompt, Sample
 from plaudit.train.data.encoder import PromptEncoder, RawPrompt
 
-HELDOUT_SEED = 1_000_003  # its own items: training never reaches them
+HELDOUT_SEED = 1_000_003  # held-out items have their own seed: training never uses them
 TRAINING_ITEMS = 100_000
 
 
@@ -35,8 +35,8 @@ class GymPrompts:
 
 
 class GymItems:
-    """The i-th item of a task is made from its seed and i alone. Its truth is what `rule = "gym"` needs to ask the
-    task's own scorer."""
+    """Items of a task; the i-th depends only on the seed and i. Its truth is the input of the task's scorer for
+    `rule = "gym"`."""
 
     def __init__(self, encoder: PromptEncoder, data: AskingTable, seed: int, size: int) -> None:
         assert data.gym is not None
@@ -54,7 +54,7 @@ class GymItems:
     def _raw_prompt(self, index: int) -> RawPrompt:
         try:
             item = self.items[index]
-        except Exception as error:  # a task's generator may fail on options that its check let through
+        except Exception as error:  # a task's generator may fail on options that its validation accepts
             raise DataError(
                 f"the gym task {self.task!r} cannot make its item {index} with {self.options}: {one_line(error)}"
             ) from error
@@ -69,18 +69,20 @@ def open_task(name: str, seed: int, size: int, options: Mapping[str, Any]) -> An
     except ImportError:
         raise ConfigError("data.gym needs reasoning-gym: pip install 'plaudit[verify]'") from None
     if name not in DATASETS:
-        raise ConfigError(f"data.gym = {name!r} is no task of reasoning-gym; {nearest(name, DATASETS)}")
+        raise ConfigError(f"data.gym = {name!r} is not a reasoning-gym task; {nearest(name, DATASETS)}")
     option_names = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for key in options:
         if key == "seed":
-            raise ConfigError("data.gym_options.seed: the recipe's own seed decides; set seed")
+            raise ConfigError("data.gym_options.seed: remove it, and set the recipe's seed")
         if key == "size":
-            raise ConfigError("data.gym_options.size: data.limit says how many items there are; set that")
+            raise ConfigError("data.gym_options.size: remove it, and set data.limit")
         if key not in option_names:
-            raise ConfigError(f"data.gym_options.{key} is no option of the task {name!r}; {nearest(key, option_names)}")
+            raise ConfigError(
+                f"data.gym_options.{key} is not an option of the task {name!r}; {nearest(key, option_names)}"
+            )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
-    except Exception as error:  # what a task's own check raises is its own affair, assertions included
+    except Exception as error:  # a task's validation may raise anything, assertions included
         raise ConfigError(
             f"the gym task {name!r} refuses {dict(options)} for {size} items: {one_line(error)}; "
             "see data.gym_options and data.limit"
@@ -88,7 +90,7 @@ def open_task(name: str, seed: int, size: int, options: Mapping[str, Any]) -> An
 
 
 def without_tuples(value: Any) -> Any:
-    """As JSON can carry it; `rule_worker._with_tuples` turns it back."""
+    """Convert to JSON types; `rule_worker._with_tuples` restores tuples."""
     if isinstance(value, tuple):
         return {"tuple": [without_tuples(part) for part in value]}
     if isinstance(value, list):

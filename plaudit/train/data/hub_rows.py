@@ -1,4 +1,4 @@
-"""Rows through the package `datasets`: data sets of the Hugging Face hub, and directories of its `save_to_disk`."""
+"""Rows read with the package `datasets`: Hugging Face hub data sets and `save_to_disk` directories."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HUB = "hf:"
 
 
 def dataset_rows(source: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of hf:NAME[@REVISION] or a directory, each with its origin. Behind a `?`: split (train), subset, and
-    columns to be read under another name, such as prompt=question."""
+    """Yield the rows of hf:NAME[@REVISION] or a directory, each with its origin. Options after `?`: split (train),
+    subset, and renamed columns, such as prompt=question."""
     address, _, query = source.partition("?")
     renamed = dict(parse_qsl(query))
     split, subset = renamed.pop("split", "train"), renamed.pop("subset", None)
@@ -21,7 +21,7 @@ def dataset_rows(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{source} is read by the package datasets, which is not here: pip install datasets") from None
+        raise DataError(f"{source} needs the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
     try:
         if address.startswith(HUB):
@@ -29,7 +29,7 @@ def dataset_rows(source: str) -> Iterator[tuple[dict[str, Any], str]]:
         else:
             found = datasets.load_from_disk(address)
             found = found[split] if isinstance(found, datasets.DatasetDict) else found
-    except Exception as error:  # of the hub, the network, the file system, or a split that is not there
+    except Exception as error:  # errors of the hub, the network, the file system, or a missing split
         raise DataError(f"{source}: the package datasets cannot load it: {one_line(error)}") from None
     missing = [column for column in renamed.values() if column not in found.column_names]
     if missing:

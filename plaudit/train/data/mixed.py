@@ -1,7 +1,7 @@
-"""Prompts of several sources, each with its share.
+"""Mixes the prompts of several sources by weight.
 
-Of every 1000 prompts a source has its share of the weights, in an order that is shuffled by (seed, thousand): which
-source gives the i-th prompt, and its how many-eth, is a pure function of (seed, i), and a resumed run goes on exactly.
+Each block of 1000 prompts contains every source in proportion to its weight, shuffled by (seed, block): the source of
+the i-th prompt and its index there are a pure function of (seed, i), so a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 1000
 
 
 class MixedPrompts:
-    """A prompt has the name of its source in `extra`, under "source"."""
+    """Each prompt has its source's name in `extra["source"]`."""
 
     def __init__(self, parts: Mapping[str, Prompts], weights: Mapping[str, float], seed: int) -> None:
         self.parts = parts
@@ -43,20 +43,20 @@ class MixedPrompts:
         return self.parts[prompt.extra["source"]].right(prompt, sample)
 
     def place(self, index: int) -> tuple[str, int]:
-        """The source of the i-th prompt, and its number there."""
+        """Return the source of the i-th prompt, and its index there."""
         block, at = divmod(index, BLOCK)
         name, count, rank = self.slots[shuffled(BLOCK, f"{self.seed} mixture {block}")[at]]
         return name, block * count + rank
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` in whole numbers in proportion to the weights (largest remainder), at least 1 each."""
+    """Split `total` into integers in proportion to the weights (largest remainder), at least 1 each."""
     exact = [max(1.0, weight / sum(weights) * total) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in range(total - sum(counts)):
         counts[by_remainder[i % len(counts)]] += 1
-    while sum(counts) > total:  # what the least were lifted by comes off the largest
+    while sum(counts) > total:  # raising the smallest to 1 is compensated by the largest
         counts[counts.index(max(counts))] -= 1
     return counts
 

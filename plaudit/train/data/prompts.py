@@ -1,5 +1,4 @@
-"""What a policy is asked: the prompts of a world, a file or a gym, or of several, each with what is needed to check an
-answer.
+"""Prompts of a world, a file, a gym or several sources, each with the reference for checking an answer.
 
 The i-th training prompt is a pure function of (seed, i): a resumed run needs no reader state to see the same data.
 """
@@ -20,14 +19,14 @@ from plaudit.worlds.sums import Problem, judge
 
 class Prompts(Protocol):
     def items(self) -> list[Prompt]:
-        """All training prompts of a source that has an end."""
+        """Return all training prompts of a finite source."""
 
     def train(self, indices: Sequence[int]) -> list[Prompt]: ...
 
     def heldout(self) -> list[Prompt]: ...
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
-        """Whether the response is truly right; None where nobody knows."""
+        """Whether the response is correct; None if unknown."""
 
 
 class WorldPrompts:
@@ -44,7 +43,7 @@ class WorldPrompts:
         return self._prompts([self.world.problem("train", i % limit if limit else i) for i in indices])
 
     def heldout(self) -> list[Prompt]:
-        """Problems of the world itself, whatever part of the training comes from longer chains."""
+        """Return problems of the world itself, even if part of the training uses longer chains."""
         plain = Sums(self.world.table.model_copy(update={"hard_share": 0.0}), self.world.seed)
         return self._prompts(plain.heldout(self.data.eval_items))
 
@@ -80,7 +79,7 @@ class FilePrompts:
         return self.encoder.rows(rows, self.data.truth)
 
     def _check(self, rows: Sequence[Row]) -> None:
-        """What is wrong with a row is told before the first step, not at the one that draws it."""
+        """Report an invalid row before the first step, not when it is drawn."""
         some_have_truth = any(row.fields.get(self.data.truth) is not None for row in rows)
         for row in rows:
             if row.fields.get("messages") is not None:

@@ -1,9 +1,9 @@
-"""Where training items come from: a data file or a built-in world. Both give rows of the same shape.
+"""Training rows from a data file or a built-in world, in the same form.
 
     sft     {"prompt", "response"} or {"messages": [..., {"role": "assistant", "content"}]}
     reward  {"prompt", "chosen", "rejected"[, "margin"]}, or rated: {"prompt", "response", <attribute>: number, ...}
     preference  {"prompt", "chosen", "rejected"}, or for KTO {"prompt", "response", "label": true or false}
-    prm     {"prompt", "steps": [text, ...], "labels": [0 or 1, or a chance, ...][, "finished": false]}
+    prm     {"prompt", "steps": [text, ...], "labels": [0 or 1, or a probability, ...][, "finished": false]}
 
 The i-th training row is a pure function of (seed, i): a resumed run needs no reader state to see the same data.
 """
@@ -33,18 +33,18 @@ NEAR_PROBLEMS = 300
 class Row:
     fields: dict[str, Any]
     origin: str
-    """Where it came from, for messages: `pairs.jsonl:17`."""
+    """Source of the row for error messages: `pairs.jsonl:17`."""
 
     def text(self, key: str) -> str:
         value = self.fields.get(key)
         if not isinstance(value, str) or not value:
-            raise DataError(f"{self.origin}: needs a text {key!r}, found {value!r}; its keys are {sorted(self.fields)}")
+            raise DataError(f"{self.origin}: needs a text {key!r}, got {value!r}; its keys are {sorted(self.fields)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.fields.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{self.origin}: needs a number {key!r}, found {value!r}; keys are {sorted(self.fields)}")
+            raise DataError(f"{self.origin}: needs a number {key!r}, got {value!r}; its keys are {sorted(self.fields)}")
         return float(value)
 
 
@@ -70,7 +70,7 @@ class WorldRows:
         return self._row(self.world, "train", index % self.data.limit if self.data.limit else index)
 
     def heldout(self) -> list[Row]:
-        """Items of the world itself, whatever parts of the training come from longer chains and near misses."""
+        """Return items of the world itself, even if part of the training uses longer chains and near misses."""
         return self._heldout(Sums(self._plain, self.world.seed))
 
     def hard(self) -> list[Row]:
@@ -78,8 +78,8 @@ class WorldRows:
         return self._heldout(get_world("sums-hard", self.world.seed, self._plain))
 
     def near(self, back: int = 1) -> list[Row]:
-        """Short sums with one result off by one, up and down, for a judge to be measured by: of the last addition, or
-        as many steps `back` from the answer."""
+        """Return short sums with one result off by one, up and down, for evaluating a reward model: that of the last
+        addition, or `back` steps before the answer."""
         rows = []
         for problem in self.world.shortest(NEAR_PROBLEMS):
             for by in (1, -1):
@@ -125,7 +125,7 @@ class FileRows:
             self.rows, heldout = rows[:-count], rows[-count:]
         if not self.rows:
             raise DataError(
-                f"{data.path} has {len(rows)} item(s): too few to train on and hold one out; give data.eval_path"
+                f"{data.path} has {len(rows)} item(s): too few for training and a held-out item; set data.eval_path"
             )
         self._heldout = heldout[: data.eval_items]
         self.seed = seed
@@ -150,7 +150,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def stream_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file that need not fit into memory, or of what the package `datasets` reads."""
+    """Yield the rows of a file, which may exceed memory, or of a source that the package `datasets` reads."""
     if str(path).startswith(HUB) or Path(str(path).partition("?")[0]).is_dir():
         rows: Iterator[Row] = (Row(*each) for each in dataset_rows(str(path)))
     else:
@@ -182,7 +182,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"{origin}: not JSON ({error}); each line must be one JSON object") from None
             if not isinstance(fields, dict):
-                raise DataError(f"{origin}: a JSON object is needed, found {type(fields).__name__}")
+                raise DataError(f"{origin}: expected a JSON object, got {type(fields).__name__}")
             yield Row(fields, origin)
 
 

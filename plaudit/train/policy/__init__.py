@@ -1,1 +1,1 @@
-"""What learns in RL: policy, critic, reference, advantages and the learner over them. No generation here."""
+"""RL learning: policy, critic, reference, teachers, advantages and the learner. Generation is elsewhere."""

@@ -1,4 +1,4 @@
-"""From scored samples to advantages: shaping, KL in the reward, the estimator of the recipe."""
+"""Computes advantages from scored samples: reward shaping, KL in the reward, the recipe's estimator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.kl import kl_estimate
-from plaudit.algo.method import Rewarded
+from plaudit.algo.method import RewardBatch
 from plaudit.algo.methods import estimators
 from plaudit.algo.methods.dapo import overlong_penalty
 from plaudit.algo.rewards import RunningNorm, at_last_token, length_penalty
@@ -23,8 +23,8 @@ from plaudit.train.policy.experience import own_tokens
 
 
 def usable(samples: Sequence[Sample], grouped: bool) -> tuple[Sample, ...]:
-    """The samples that can teach something: scored, finished or cut off, with a token of the policy's own. Where a
-    response is compared with its group, a group of one is left out."""
+    """Return the samples to train on: scored, finished or truncated, with at least one policy token. If responses are
+    compared within groups, groups of one are excluded."""
     fit = [s for s in samples if s.reward is not None and s.finish_reason in ("stop", "length") and any(s.mask)]
     if grouped:
         sizes = Counter(sample.group for sample in fit)
@@ -33,7 +33,7 @@ def usable(samples: Sequence[Sample], grouped: bool) -> tuple[Sample, ...]:
 
 
 def shaped(table: ShapingTable, samples: Sequence[Sample], limit: int, norm: RunningNorm | None) -> Tensor:
-    """(N,) rewards as they are learned from."""
+    """Return the shaped rewards (N,)."""
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
     if norm is not None:
         norm.update(rewards)
@@ -52,7 +52,7 @@ def shaped(table: ShapingTable, samples: Sequence[Sample], limit: int, norm: Run
 class Estimate:
     advantages: Tensor  # (T,)
     token_rewards: Tensor  # (T,) with the KL, where it is in the reward
-    returns: Tensor | None = None  # (T,) what a critic should have said
+    returns: Tensor | None = None  # (T,) value targets for the critic
 
 
 def estimate(
@@ -60,15 +60,15 @@ def estimate(
     old: Tensor | None = None, reference: Tensor | None = None, values: Tensor | None = None,
     after: Tensor | None = None,
 ) -> Estimate:  # fmt: skip
-    """rewards (N,) shaped; old, reference, values (T,) where the recipe needs them; after (N,) the critic's value
-    behind the last token."""
+    """Return the advantages. rewards (N,) shaped; old, reference, values (T,) if the recipe needs them; after (N,) the
+    critic's value after the last token."""
     lengths = [len(sample.token_ids) for sample in samples]
     mask = own_tokens(samples)
     bootstrap = None
     if after is not None:
         cut = torch.tensor([algorithm.bootstrap and sample.finish_reason == "length" for sample in samples])
         bootstrap = torch.where(cut, after, 0.0)
-        # The reward of the whole response covers what was cut, as the value behind the cut does: one of them counts.
+        # The response's reward and the value at the truncation point both cover the rest: only one is used.
         rewards = torch.where(cut, 0.0, rewards)
     per_token = at_last_token(rewards, mask, lengths) + _token_rewards(samples, mask)
     if algorithm.kl.where == "reward" and kl_coef:
@@ -77,7 +77,7 @@ def estimate(
         kl = kl_estimate(old, reference, algorithm.kl.estimator)
         per_token = per_token - kl_coef * torch.where(mask, kl, 0.0)
     advantages, returns = estimators()[algorithm.advantage.estimator].compute(
-        Rewarded(
+        RewardBatch(
             per_token, mask, lengths, [sample.group for sample in samples], algorithm.gamma, algorithm.lam,
             algorithm.advantage.scale, values, bootstrap, [sample.extra.get("branches", ()) for sample in samples],
         )
@@ -88,6 +88,6 @@ def estimate(
 
 
 def _token_rewards(samples: Sequence[Sample], mask: Tensor) -> Tensor:
-    """(T,) rewards that came with single tokens, of an environment's turns for instance."""
+    """Return token-level rewards (T,), such as those of an environment's turns."""
     rewards = [r for s in samples for r in (s.token_rewards or (0.0,) * len(s.token_ids))]
     return torch.tensor(rewards, dtype=torch.float32)

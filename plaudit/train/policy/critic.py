@@ -1,4 +1,4 @@
-"""Critics: what a response will be worth, told at each of its tokens."""
+"""Critics: predict the value of a response at each of its tokens."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ OPTIMIZER = "critic-optimizer.safetensors"
 
 class Critic(Protocol):
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Before each response token (T,), and after each sample's last (N,)."""
+        """Return the values before each response token (T,), and after each sample's last (N,)."""
 
     def update(self, experience: Experience, step: int) -> Tally:
-        """Learn from one minibatch's returns."""
+        """Update from one minibatch's returns."""
 
     def save(self, directory: Path) -> None:
-        """Its whole state."""
+        """Save the critic's whole state."""
 
     def load(self, directory: Path) -> None: ...
 
 
 class LocalCritic:
-    """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out,
-    `context` the row of each micro-batch."""
+    """A separate model, in this process or, with `shards`, over its ranks; samples are split over `group`, and the row
+    of each micro-batch over `context`."""
 
     def __init__(
         self, model: ValueModel, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer, *, clip: float | None,
@@ -117,12 +117,12 @@ class LocalCritic:
         self.optimizer.save(directory / OPTIMIZER)
 
     def load(self, directory: Path) -> None:
-        """The optimizer's state; the model was loaded from `directory` / "critic" when it was made."""
+        """Load the optimizer's state; the constructor loaded the model from `directory` / "critic"."""
         self.optimizer.restore(directory / OPTIMIZER)
 
 
 class SharedCritic:
-    """A value head on the policy's own trunk: it learns in the policy's update."""
+    """A value head on the policy's trunk, trained in the policy's update."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -131,7 +131,7 @@ class SharedCritic:
         return self.policy.values(samples)
 
     def gradient(self, experience: Experience) -> Tally:
-        """That of the head alone: the trunk, which is the policy's, has none."""
+        """Add the head's gradient; the trunk, which is the policy's, gets none."""
         policy = self.policy
         use_packed_attention(policy.module)
         tally, device = Tally(), policy.decoder.device
@@ -152,10 +152,10 @@ class SharedCritic:
         return tally.gathered(policy.stage.results(policy.group))
 
     def update(self, experience: Experience, step: int) -> Tally:
-        """Nothing is left to do: it learns with the policy."""
+        """Do nothing: the head is trained with the policy."""
         return Tally()
 
     def save(self, directory: Path) -> None:
-        """The head's weights are saved with the policy's optimizer, which has them among its parameters."""
+        """Do nothing: the head is saved with the policy's optimizer, which has it among its parameters."""
 
     def load(self, directory: Path) -> None: ...

@@ -1,4 +1,4 @@
-"""What a step learns from: scored samples as flat arrays over their response tokens, end to end, nothing padded."""
+"""Training input of a step: scored samples as flat arrays over their response tokens, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Experience:
-    """N samples with T response tokens. What a recipe does not use is None."""
+    """N samples with T response tokens. Fields that a recipe does not use are None."""
 
     samples: tuple[Sample, ...]
     mask: Tensor
-    """(T,) bool: the tokens that are learned from."""
+    """(T,) bool: the tokens to train on."""
     behaviour: Tensor
-    """(T,) log-probs of the engine, under the whole softmax at the temperature of sampling."""
+    """(T,) log-probs of the engine, under the whole softmax at the sampling temperature."""
     advantages: Tensor
     old: Tensor | None = None
-    """(T,) log-probs before the first update; None: they are the first forward pass's own."""
+    """(T,) log-probs before the first update; None: taken from the first forward pass."""
     reference: Tensor | None = None
     values: Tensor | None = None
-    """(T,) the critic's, before the first update."""
+    """(T,) the critic's values, before the first update."""
     returns: Tensor | None = None
-    """(T,) what the critic should have said."""
+    """(T,) value targets for the critic."""
     token_rewards: Tensor | None = None
     """(T,) with the KL, where it is in the reward."""
     kept: Tensor | None = None
-    """(T,) bool: where a correction masks, the tokens that it leaves. The others count in no denominator."""
+    """(T,) bool: the tokens kept by a masking correction. The others are in no denominator."""
     taught: Tensor | None = None
-    """(T, M) log-probs of M teachers that rate the tokens themselves."""
+    """(T, M) log-probs of M teachers that score the sampled tokens."""
     likely: Tensor | None = None
-    """(T, K) the likeliest tokens of the teachers with `top_k`, side by side,"""
+    """(T, K) the likeliest tokens of the teachers with `top_k`, concatenated."""
     likely_logp: Tensor | None = None
-    """(T, K) and what these teachers give them."""
+    """(T, K) these teachers' log-probs of them."""
     old_is_engines: bool = False
-    """`old` is `behaviour`, so it says nothing about how far learner and engine are apart."""
+    """Whether `old` is `behaviour`, so that it does not measure the mismatch between learner and engine."""
     unmoved: bool = False
-    """No update since the samples were drawn: a forward pass gives the learner's own log-probs of then."""
+    """Whether there was no update since sampling, so that a forward pass gives the learner's log-probs at that time."""
 
     @property
     def lengths(self) -> list[int]:
@@ -63,7 +63,7 @@ class Experience:
         return slice(int(ends[first]) - self.lengths[first], int(ends[last]))
 
     def select(self, indices: Sequence[int]) -> Experience:
-        """Some of the samples, in the order given."""
+        """Select samples, in the given order."""
         if list(indices) == list(range(len(self.samples))):
             return self
         ends = np.cumsum(self.lengths)
@@ -74,7 +74,7 @@ class Experience:
         return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)  # type: ignore[arg-type]
 
     def on(self, device: torch.device) -> Experience:
-        """The same with its arrays on a device, which the host does not wait for."""
+        """Copy the arrays to a device, asynchronously."""
         moved = {name: send(values.numpy(), device) for name, values in self._arrays()}
         return replace(self, **moved)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ class Experience:
 
 
 def own_tokens(samples: Sequence[Sample]) -> Tensor:
-    """(T,) bool: the policy's own."""
+    """Return a mask (T,) of the policy's own tokens."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool))
 
 
@@ -92,7 +92,7 @@ def flat(samples: Sequence[Sample], field: str) -> Tensor:
 
 
 def pairs(samples: Sequence[Sample], rewards: Tensor) -> tuple[tuple[Sample, ...], Tensor]:
-    """The best and the worst of each group, side by side. rewards (N,), without those of turns."""
+    """Return the best and the worst of each group, adjacent. rewards (N,), without those of turns."""
     totals = rewards + torch.tensor([sum(sample.token_rewards or ()) for sample in samples])
     chosen = best_and_worst(totals, [sample.group for sample in samples]).nonzero().flatten().tolist()
     chosen.sort(key=lambda index: samples[index].group)
@@ -100,8 +100,8 @@ def pairs(samples: Sequence[Sample], rewards: Tensor) -> tuple[tuple[Sample, ...
 
 
 def minibatches(count: int, parts: int, seed: int | str, together: int = 1) -> list[list[int]]:
-    """All samples in an order of their own, in parts of one size (the last ones may be smaller by one). Each `together`
-    that follow each other stay so."""
+    """Shuffle all samples into minibatches of equal size (the last ones may be smaller by one). Each `together`
+    consecutive samples stay together."""
     units = count // together
     order = np.random.default_rng([*str(seed).encode()]).permutation(units) if parts > 1 else np.arange(units)
     within = np.arange(together)

@@ -1,4 +1,4 @@
-"""LoRA through peft: small matrices that learn beside frozen weights (Hu et al. 2021).
+"""LoRA by peft: trained low-rank matrices beside frozen weights (Hu et al. 2021).
 
 The module stays the transformers model it is, so the engine and the learner run it as before.
 """
@@ -35,7 +35,7 @@ def attach(module: Any, table: LoraTable, seed: int) -> None:
 
 
 def attach_blank(table: LoraTable | None, module: nn.Module) -> None:
-    """To a model without weights, whose adapter comes later, if it has one."""
+    """Attach an uninitialised adapter, if configured, to a model without weights."""
     if table is not None:
         attach(module, table, 0)
 
@@ -52,7 +52,7 @@ def drawn(like: Any, table: LoraTable, seed: int) -> dict[str, Tensor]:
 
 
 def hollow(module: Any) -> Any:
-    """The plain model of one that may have an adapter, without weights."""
+    """Return the model without its adapter and without weights."""
     with torch.device("meta"):
         plain = type(module)(module.config)
     for parameter in plain.parameters():
@@ -71,7 +71,7 @@ def linear_layers(module: Any) -> list[str]:
 
 
 def beside_experts(table: LoraTable) -> bool:
-    """Whether targets are named that experts have too."""
+    """Whether the targets include layer names that experts have."""
     named = () if table.targets == "all-linear" else table.targets
     return any(name.rpartition(".")[2] in {*OF_EXPERTS, "gate_up_proj", "experts"} for name in named)
 
@@ -91,7 +91,7 @@ def with_adapter(skeleton: nn.Module, device: torch.device) -> nn.Module:
 
 
 def save_adapter(module: Any, base: str, directory: Path) -> None:
-    """In peft's own form: `PeftModel.from_pretrained(base, directory)` has the policy."""
+    """Save in peft's format: `PeftModel.from_pretrained(base, directory)` loads the policy."""
     module.peft_config[NAME].base_model_name_or_path = base
     module.save_pretrained(directory)
 
@@ -104,7 +104,7 @@ def load_adapter(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def merged(module: Any) -> nn.Module:
-    """A plain model with the adapter worked into its weights. The module itself is left as it is, to the bit."""
+    """Return a plain model with the adapter merged into its weights. The module itself is unchanged, to the bit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     deltas = {}

@@ -1,4 +1,4 @@
-"""π_old, the policy's log-probs before the first update of a step: by a pass of the learner's, or by none."""
+"""π_old, the policy's log-probs before the first update of a step, with or without a forward pass of the learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OldLogprobs:
         self.exact = self.differed = False
 
     def of(self, batch: Batch, step: int, behaviour: Tensor, own: Tensor) -> Tensor | None:
-        """None where the first forward pass gives them anyway: the first update's ratio is then 1 by construction.
+        """Return None if the first forward pass gives them anyway: the first update's ratio is then 1 by construction.
 
         Taken in the first epoch's own micro-batches, so that they are equal to the bit to what that epoch computes."""
         train, samples = self.recipe.train, batch.samples
@@ -48,12 +48,12 @@ class OldLogprobs:
                 rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
                 old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
         decoder = self.policy.decoder
-        promised = decoder.device.type == "cuda" or decoder.dtype == torch.float32  # elsewhere it would be chance
+        promised = decoder.device.type == "cuda" or decoder.dtype == torch.float32  # elsewhere equality would be chance
         self.exact = promised and not self.differed and _fresh(batch) and torch.equal(old[own], behaviour[own])
         return old
 
     def first(self, part: Experience) -> Experience:
-        """The first minibatch, as it is to be learned from."""
+        """Prepare the first minibatch for training."""
         if not part.old_is_engines:
             return part
         return replace(part, unmoved=True, old=None if self.exact else part.old)
@@ -66,5 +66,5 @@ class OldLogprobs:
 
 
 def _fresh(batch: Batch) -> bool:
-    """Whether all tokens were drawn with the weights of now."""
+    """Whether all tokens were sampled with the current weights."""
     return all({*sample.versions} <= {batch.version} for sample in batch.samples)

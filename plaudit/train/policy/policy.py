@@ -1,4 +1,4 @@
-"""The policy as a learner: its own log-probs, and updates by a clipped policy gradient."""
+"""The policy in training: log-probs, and updates by the policy gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plaudit.algo.aggregate import token_weights
 from plaudit.algo.correction import importance_weights
 from plaudit.algo.kl import kl_loss
-from plaudit.algo.method import Drawn, PolicyTerms
+from plaudit.algo.method import LossBatch, PolicyTerms
 from plaudit.algo.methods import losses
 from plaudit.algo.methods.distill import top_k_kl, towards
 from plaudit.algo.methods.ppo import ratio_of, value_loss
@@ -61,7 +61,7 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], replay: bool = True) -> Tensor:
-        """(T,) of the response tokens, in micro-batches made up as an update's: with `replay` bit-equal to it."""
+        """Return log-probs (T,) of the response tokens: with `replay` bit-identical to those of an update."""
         use_packed_attention(self.module)
         parts, routing = [], self.routing if replay else None
         for batch in micro_batches(samples, self.micro_batch_tokens, self.group, self.together):
@@ -74,13 +74,13 @@ class Policy:
         return self.stage.results(self.group).concatenate(parts)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Of a critic that shares the trunk: before each response token, and after each sample's last."""
+        """Return the values of a shared-trunk critic: before each response token, and after each sample's last."""
         assert self.value_head is not None
         how = (self.micro_batch_tokens, self.group, self.routing, self.context)
         return read_values(self.module, self.value_head, samples, *how)
 
     def gradient(self, experience: Experience, kl_coef: float) -> Tally:
-        """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
+        """Add the gradient of a minibatch's loss to the parameters'; return its metrics."""
         use_packed_attention(self.module)
         tally = Tally()
         counted = experience.mask if experience.kept is None else experience.kept
@@ -103,7 +103,7 @@ class Policy:
             return out, lambda: replaying(self.routing, responses)
 
         self.stage.learn(micro_batches(experience.samples, self.micro_batch_tokens, self.group, self.together), forward)
-        # Figures come last: whoever reads one from a GPU waits for all that it was asked before.
+        # Metrics come last, since reading one from a GPU waits for all queued work.
         for note in notes:
             note()
         return tally.gathered(self.stage.results(self.group))
@@ -112,7 +112,7 @@ class Policy:
         self, part: Experience, responses: Responses, hidden: Tensor, weights: Tensor, value_weights: Tensor,
         kl_coef: float, tally: Tally,
     ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
-        """The loss, and what notes its figures once they may be waited for."""
+        """Return the loss, and a function that records its metrics later."""
         algorithm, device = self.algorithm, self.decoder.device
         part, weights, value_weights = part.on(device), *(send(w.numpy(), device) for w in (weights, value_weights))
         logp, entropy = logprobs_and_entropy(
@@ -125,7 +125,7 @@ class Policy:
         advantages = part.advantages
         if part.taught is not None:
             advantages = advantages + towards(part.taught, old, algorithm.by_token())
-        terms = self.loss(Drawn(logp, old, advantages, mask, part.lengths, part.reference, kl_coef), algorithm.clip)
+        terms = self.loss(LossBatch(logp, old, advantages, mask, part.lengths, part.reference, kl_coef), algorithm.clip)
         per_token = terms.loss
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)

@@ -1,4 +1,4 @@
-"""The policy as it was at first, which the KL is measured from."""
+"""The reference: the initial policy, for the KL."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from plaudit.train.policy.policy import Policy
 
 class Reference(Protocol):
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        """(T,) of the response tokens, at the temperature of the sampling."""
+        """Return log-probs (T,) of the response tokens, at the sampling temperature."""
 
 
 class WithoutAdapter:
-    """The policy's own module, with its LoRA adapter switched off while it is read: no second copy of the weights."""
+    """The policy's module with its LoRA adapter disabled: no second copy of the weights."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
         with adapters_off(self.policy.module):
-            return self.policy.logprobs(samples, replay=False)  # with experts of its own, as a second model has them
+            return self.policy.logprobs(samples, replay=False)  # with its own expert choice, as a second model has
 
 
 @contextmanager

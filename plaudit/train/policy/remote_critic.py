@@ -1,8 +1,8 @@
-"""A critic behind HTTP (`plaudit critic`), used in place of one in this process.
+"""A critic on an HTTP server (`plaudit critic`) instead of one in this process.
 
-A request is sent again when the server is away or its worker has died, until the recipe's patience ends. An update has
-an id of its own, so that it is made once however often it is sent; and it says how many updates this run knows of, so
-that a critic with another history refuses. A checkpoint holds the name of the critic's own save.
+A request is retried while the server is unreachable or its worker has crashed, until the recipe's patience is
+exhausted. An update has an id, so that it is applied once however often it is sent; and it contains this run's update
+count, so that a critic with a different history refuses it. A checkpoint contains the name of the critic's save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_rep
 from plaudit.train.optim.optimizer import NotFinite
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
-from plaudit.train.run.overdue import Warn, nobody
+from plaudit.train.run.overdue import Warn, ignore_warning
 from plaudit.train.run.patient import PatientHttp, error_of
 
 FILE = "critic.json"
@@ -34,13 +34,12 @@ ROWS = 512  # sequences in one request for values
 
 
 class CriticFailed(RunError):
-    """The critic server did not do what the run needs."""
+    """The critic server failed or refused a request."""
 
 
 class RemoteCritic:
-    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = nobody) -> None:
-        """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
-        waited for."""
+    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = ignore_warning) -> None:
+        """`clip` and `vocabulary` must be equal on the server. `warn` is called while the server is slow."""
         assert table.url is not None
         self._http = PatientHttp(
             "the critic", "critic", table.url, key_env=table.key_env, patience=table.patience,
@@ -56,7 +55,7 @@ class RemoteCritic:
             raise
 
     def _agreed(self, clip: float | None, vocabulary: int) -> int:
-        """How many updates the critic has, if it fits this run."""
+        """Check that the critic fits this run, and return its update count."""
         state = self._json("GET", "/v1/critic")
         if state["vocabulary"] < vocabulary:
             raise ConfigError(
@@ -96,7 +95,7 @@ class RemoteCritic:
     def update(self, experience: Experience, step: int) -> Tally:
         tally = Tally()
         if not experience.mask.any():
-            return tally  # nothing to learn from
+            return tally  # nothing to train on
         assert experience.values is not None
         assert experience.returns is not None
         samples = experience.samples
@@ -114,13 +113,13 @@ class RemoteCritic:
         return tally
 
     def save(self, directory: Path) -> None:
-        """The critic's state stays with its server; its name is what a checkpoint needs."""
+        """Have the server save the critic's state, and store the save's name."""
         reply = self._infer("critic_save", {"dummy_var": np.zeros(1, dtype=np.int64)}, {})
         saved = {"url": self.url, "save": reply.parameters["save"], "updates": reply.parameters["updates"]}
         if saved["updates"] != self.updates:
             raise CriticFailed(
-                f"the critic at {self.url} saved {saved['updates']} updates and this run made {self.updates}: "
-                "somebody else trains it; give each run a server of its own, then --resume"
+                f"the critic at {self.url} saved {saved['updates']} updates, and this run made {self.updates}: "
+                "another run trains it; use one server per run, then --resume"
             )
         (directory / FILE).write_text(json.dumps(saved), encoding="utf-8")
 
@@ -130,7 +129,7 @@ class RemoteCritic:
         if state["updates"] != saved["updates"]:
             raise CriticFailed(
                 f"{saved['save']} of the critic at {self.url} has {state['updates']} updates, the checkpoint "
-                f"{saved['updates']}: it is another critic's; start the one that this run was begun with"
+                f"{saved['updates']}: it is of another critic; start the critic server that this run used"
             )
         self.updates = state["updates"]
 
@@ -150,7 +149,9 @@ class RemoteCritic:
         try:
             return msgspec.json.decode(reply.content, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise CriticFailed(f"{self.url}{path} is no JSON: is `plaudit critic` what listens there?") from None
+            raise CriticFailed(
+                f"{self.url}{path} returned no JSON: check that it is a `plaudit critic` server"
+            ) from None
 
     def _refused(self, reply: httpx.Response, path: str, why: str) -> RunError:
         if error_of(reply).get("type") == "not_finite":
@@ -173,7 +174,7 @@ def _tokens(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def _columns(samples: Sequence[Sample], flat: np.ndarray) -> np.ndarray:
-    """[N, T-1]: what belongs to the token t + 1 stands in column t."""
+    """[N, T-1]: the value of token t + 1 is in column t."""
     longest = max(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
     columns = np.zeros((len(samples), longest - 1), dtype=np.float32)
     at = 0
@@ -188,5 +189,5 @@ def _expected(reply: TritonReply, name: str, shape: tuple[int, ...]) -> np.ndarr
     values = reply.tensors.get(name)
     if values is None or values.shape != shape or not np.isfinite(values).all():
         got = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"
-        raise CriticFailed(f"the critic was asked for {name} of shape {shape} and gave {got}")
+        raise CriticFailed(f"the critic returned {got} as {name}: expected shape {shape}")
     return values

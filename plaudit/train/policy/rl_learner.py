@@ -1,4 +1,4 @@
-"""One step of learning from a batch: reference, values, advantages, then the updates of policy and critic."""
+"""One training step on a batch: reference, values, advantages, then the updates of policy and critic."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RlLearner:
         self.old = OldLogprobs(recipe, policy, clock, reference is not None and kl.where == "reward")
 
     def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None]:
-        """Metrics, and what was learned from; nothing where no sample could teach anything."""
+        """Train on a batch. Return metrics, and the experience, or None if no sample is usable."""
         samples = usable(batch.samples, self.algorithm.grouped)
         metrics = dropped(batch.samples, samples)
         if not samples:
@@ -129,15 +129,15 @@ class RlLearner:
                     loss = seen.sum("policy/loss")
                     if not math.isfinite(loss):
                         raise NotFinite(
-                            f"the loss is {loss} at step {step}: the weights are left as they were; go on with half "
-                            f"the rate: --resume --set train.lr={self.recipe.train.lr / 2:g}"
+                            f"the loss is {loss} at step {step}: the weights are unchanged; continue with half "
+                            f"the learning rate: --resume --set train.lr={self.recipe.train.lr / 2:g}"
                         )
                     for name, value in self.optimizer.step(step).items():
                         seen.weighted(f"policy/{name}", value, 1)
-                elif isinstance(self.critic, SharedCritic):  # the head alone learns while the policy waits
+                elif isinstance(self.critic, SharedCritic):  # critic warmup trains only the head
                     seen = self.critic.gradient(experience)
                     self.optimizer.step(step)
-            if isinstance(self.critic, LocalCritic):  # neither learns with the other's gradients beside its own
+            if isinstance(self.critic, LocalCritic):  # so that gradients of the two do not mix
                 self.optimizer.drop()
             if self.critic is not None:
                 with self.clock("critic"), self.repeatable():
@@ -178,7 +178,7 @@ class RlLearner:
 
 
 def dropped(samples: Sequence[Sample], used: Sequence[Sample]) -> dict[str, float]:
-    """How many samples could not be learned from, and whether long ones are lost more than others."""
+    """Return metrics of unusable samples: their number, and whether long ones are dropped more often."""
     kept = {id(sample) for sample in used}
     lost = [len(sample.token_ids) for sample in samples if id(sample) not in kept]
     figures = {"dropped/samples": float(len(lost))}

@@ -1,4 +1,4 @@
-"""A teacher behind HTTP: the log-probs that `plaudit serve` and SGLang give for a text's tokens (POST /generate)."""
+"""A teacher on an HTTP server: log-probs of a text's tokens from `plaudit serve` or SGLang (POST /generate)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from plaudit.config.algorithm import TeacherTable
 from plaudit.errors import ConfigError, RunError
 from plaudit.records import Sample
 from plaudit.train.policy.experience import own_tokens
-from plaudit.train.run.overdue import Warn, nobody
+from plaudit.train.run.overdue import Warn, ignore_warning
 from plaudit.train.run.patient import PatientHttp
 
 ROWS = 64  # sequences in one request
-PROBES, PROBE_TOKENS = 8, 32  # sequences of a first request that shows what the server's tokens are
+PROBES, PROBE_TOKENS = 8, 32  # sequences of the first request, which checks the server's vocabulary
 
 
 class TeacherFailed(RunError):
-    """The teacher's server did not do what the run needs."""
+    """The teacher's server failed or refused a request."""
 
 
 class ServedTeacher:
     module = None
 
-    def __init__(self, name: str, table: TeacherTable, tokenizer: PreTrainedTokenizerFast, warn: Warn = nobody) -> None:
-        """`tokenizer` is the policy's, which the server's must equal. `warn` hears of a server that is waited for."""
+    def __init__(
+        self, name: str, table: TeacherTable, tokenizer: PreTrainedTokenizerFast, warn: Warn = ignore_warning
+    ) -> None:
+        """`tokenizer` is the policy's, which the server's must equal. `warn` is called while the server is slow."""
         assert table.url is not None
         self.name, self.model = name, table.model
         self._http = PatientHttp(
@@ -49,7 +51,7 @@ class ServedTeacher:
         for at in range(0, len(samples), ROWS):
             part = samples[at : at + ROWS]
             rows = [[*sample.prompt_ids, *sample.token_ids] for sample in part]
-            # The first entry belongs to the prompt's last token, and is empty: nothing is read before it.
+            # The first entry is the prompt's last token's, and empty: no token before it is scored.
             starts = [len(sample.prompt_ids) - 1 for sample in part]
             for sample, entries in zip(part, self._entries(rows, starts), strict=True):
                 logps += [entry[0] for entry in self._checked(entries[1:], sample.token_ids)]
@@ -59,7 +61,7 @@ class ServedTeacher:
         self._http.close()
 
     def _entries(self, rows: list[list[int]], starts: list[int], named: bool = False) -> list[list[Any]]:
-        """[log-prob, token, its text] of every token from a row's start on."""
+        """Return [log-prob, token, its text] of every token from a row's start on."""
         body = {
             "input_ids": rows, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
             "logprob_start_len": starts, "return_text_in_logprobs": named,
@@ -74,7 +76,7 @@ class ServedTeacher:
         except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
             raise self._strange("no input_token_logprobs") from None
         if [len(each) for each in entries] != [len(row) - start for row, start in zip(rows, starts, strict=True)]:
-            raise self._strange("another number of tokens than it was sent")
+            raise self._strange("a different number of tokens than it was sent")
         return entries
 
     def _checked(self, entries: Sequence[Any], tokens: Sequence[int]) -> Sequence[Any]:
@@ -84,24 +86,24 @@ class ServedTeacher:
         return entries
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """By the texts of tokens spread over the vocabulary: a server has no list of all."""
+        """Compare the texts of tokens spread over the vocabulary, since servers do not list all."""
         size = len(tokenizer)
         probed = sorted({i * (size - 1) // (PROBES * PROBE_TOKENS - 1) for i in range(PROBES * PROBE_TOKENS)})
-        # The first entry of a row is empty: each row begins with a token that is not compared.
+        # The first entry of a row is empty, so each row begins with a token that is not compared.
         rows = [[0, *probed[at : at + PROBE_TOKENS]] for at in range(0, len(probed), PROBE_TOKENS)]
         for row, entries in zip(rows, self._entries(rows, [0] * len(rows), named=True), strict=True):
             for token, (_, _, text) in zip(row[1:], self._checked(entries[1:], row[1:]), strict=True):
                 if text != (mine := tokenizer.decode([token])):
                     raise ConfigError(
-                        f"algorithm.teachers.{self.name}: the model at {self._http.url} has another vocabulary: token "
-                        f"{token} is {text!r} there and {mine!r} here; a teacher rates the policy's own tokens: serve "
-                        "one with the policy's tokenizer"
+                        f"algorithm.teachers.{self.name}: the model at {self._http.url} has a different vocabulary: "
+                        f"token {token} is {text!r} there and {mine!r} here; a teacher scores the policy's tokens: "
+                        "serve one with the policy's tokenizer"
                     )
 
     def _strange(self, what: str) -> TeacherFailed:
         return TeacherFailed(
-            f"the teacher {self.name} at {self._http.url}/generate gave {what}: is it `plaudit serve` with a causal "
-            "LM, or SGLang?"
+            f"the teacher {self.name} at {self._http.url}/generate returned {what}: expected `plaudit serve` with a "
+            "causal LM, or SGLang"
         )
 
     def _refused(self, reply: httpx.Response, path: str, why: str) -> RunError:

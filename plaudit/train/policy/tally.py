@@ -1,5 +1,4 @@
-"""What the parts of a batch report, put together as if it had been one. Numbers stay on their device until they are
-asked for."""
+"""Aggregates the metrics of micro-batches as if the batch were one. Values stay on their device until they are read."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ class Tally:
         self._highest: dict[str, list[Tensor]] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """A part of a sum."""
+        """Add to a sum."""
         self._sums.setdefault(name, []).append(value.detach())
 
     def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """The mean over all tokens that the mask names."""
+        """Add to a mean over the tokens of the mask."""
         self._means.setdefault(name, []).append((torch.where(mask, values, 0.0).sum(), mask.sum()))
 
     def weighted(self, name: str, value: float, weight: float) -> None:
@@ -37,7 +36,7 @@ class Tally:
         self._highest.setdefault(name, []).append(torch.where(mask, values, -torch.inf).max())
 
     def mismatch(self, learners: Tensor, behaviour: Tensor, mask: Tensor) -> None:
-        """How far the learner's log-probs and the engine's are apart."""
+        """Add the difference between the learner's and the engine's log-probs."""
         for name, value in mismatch(learners, behaviour, mask).items():
             if name == "abs_max":
                 self.largest(f"mismatch/{name}", torch.full_like(learners, value), mask)
@@ -48,7 +47,7 @@ class Tally:
         return sum(part.item() for part in self._sums.get(name, ()))
 
     def merge(self, other: Tally) -> None:
-        """With what another update of the same step saw."""
+        """Merge the metrics of another update of the same step."""
         for mine, theirs in (
             (self._sums, other._sums), (self._means, other._means), (self._lowest, other._lowest),
             (self._highest, other._highest),
@@ -57,7 +56,7 @@ class Tally:
                 mine.setdefault(name, []).extend(parts)  # type: ignore[arg-type]
 
     def gathered(self, group: Group) -> Tally:
-        """What all ranks of a group saw, the same on each."""
+        """Return the metrics of all ranks of a group, the same on each."""
         if group.size == 1:
             return self
         fields = ("_sums", "_means", "_lowest", "_highest")
@@ -70,7 +69,7 @@ class Tally:
         return together
 
     def metrics(self, updates: int = 1) -> dict[str, float]:
-        """Sums as the mean of the updates they come from."""
+        """Return the metrics; sums are averaged over the updates."""
         figures = {name: self.sum(name) / updates for name in self._sums}
         for name, parts in self._means.items():
             count = sum(weight.item() for _, weight in parts)

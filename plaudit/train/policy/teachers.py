@@ -1,6 +1,6 @@
-"""The teachers of on-policy distillation: what they think of the tokens that the policy has written.
+"""The teachers of on-policy distillation: log-probs of the policy's tokens.
 
-A teacher that gives no finite number for a token ends the run: a missing rating is never taken for 0.
+A teacher that returns a non-finite number ends the run: a missing log-prob is never replaced by 0.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from plaudit.train.policy.policy import Policy
 class Teacher(Protocol):
     @property
     def module(self) -> nn.Module | None:
-        """Its weights, where they are in this process."""
+        """Its weights, if they are in this process."""
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        """(T,) of the response tokens, at the temperature of the sampling."""
+        """Return log-probs (T,) of the response tokens, at the sampling temperature."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Taught:
-    """What an `Experience` has of teachers, in its order, and figures of it."""
+    """The teachers' fields of an `Experience`, in its order, and their metrics."""
 
     arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     figures: dict[str, float] = field(default_factory=dict)
 
 
 class Teachers:
-    """By name; `top_k` has how many tokens each rates, 0 for the sampled one."""
+    """Teachers by name; `top_k` is the number of tokens each scores, 0 for the sampled one."""
 
     def __init__(self, teachers: Mapping[str, Teacher], top_k: Mapping[str, int]) -> None:
         self.teachers = teachers
@@ -74,7 +74,7 @@ class Teachers:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The weights that are in this process."""
+        """Return the weights in this process."""
         return [teacher.module for teacher in self.teachers.values() if teacher.module is not None]
 
     def close(self) -> None:
@@ -83,10 +83,10 @@ class Teachers:
 
 
 class LocalTeacher:
-    """A model of this process that learns nothing."""
+    """A frozen model of this process."""
 
     def __init__(self, policy: Policy, vocabulary: int) -> None:
-        """`policy` reads it; `vocabulary` is how many tokens there are to choose among, which a head may exceed."""
+        """`policy` runs it; `vocabulary` is the number of tokens, which the head may exceed."""
         self.policy = policy
         self.module = policy.module
         self.vocabulary = vocabulary
@@ -96,7 +96,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
-        """(T, count) each: the tokens that it would rather write there, and their log-probs."""
+        """Return its likeliest tokens and their log-probs, (T, count) each."""
         policy = self.policy
         use_packed_attention(policy.module)
         tokens, logps = [], []
@@ -119,21 +119,20 @@ class LocalTeacher:
 
 
 def check_vocabulary(name: str, path: str, theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast) -> None:
-    """A teacher rates token ids: each must be the same token to both."""
+    """Raise ConfigError unless both tokenizers map the same ids to the same tokens."""
     mine, others = ({id: token for token, id in of.get_vocab().items()} for of in (ours, theirs))
     for id in sorted(mine.keys() | others.keys()):
         if mine.get(id) != others.get(id):
             raise ConfigError(
-                f"algorithm.teachers.{name}: {path} has another vocabulary, of {len(others)} tokens to the policy's "
-                f"{len(mine)}: token {id} is {others.get(id)!r} there and {mine.get(id)!r} here; a teacher rates the "
-                "policy's own tokens: take one with the policy's tokenizer"
+                f"algorithm.teachers.{name}: {path} has a different vocabulary, of {len(others)} tokens to the "
+                f"policy's {len(mine)}: token {id} is {others.get(id)!r} there and {mine.get(id)!r} here; a teacher "
+                "scores the policy's tokens: use one with the policy's tokenizer"
             )
 
 
 def _sound(name: str, logp: Tensor) -> Tensor:
     if not logp.isfinite().all():
         raise RunError(
-            f"the teacher {name} gave log-probs that are no finite numbers: check algorithm.teachers.{name}, then "
-            "--resume"
+            f"the teacher {name} returned non-finite log-probs: check algorithm.teachers.{name}, then --resume"
         )
     return logp

@@ -1,4 +1,4 @@
-"""What learns, in this process: policy and optimizer, critic, reference, teachers, and the learner over them."""
+"""The training state of this process: policy and optimizer, critic, reference, teachers, and the learner."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Trainee:
             raise
 
     def make_whole(self) -> dict[str, float]:
-        """Bring the whole policy up to the shards, one weight at a time; what it cost."""
+        """Update the whole policy from the shards, one weight at a time; return metrics of the transfer."""
         if self.shards is None:
             return {}
         begin = time.monotonic()
@@ -100,7 +100,7 @@ class Trainee:
         return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
 
     def save_model(self, directory: Path) -> None:
-        """By all ranks, where they share the weights out; with an adapter by the main one."""
+        """Save the model: on all ranks if the weights are sharded; with an adapter on the main rank."""
         if self.shards is not None and self.recipe.model.lora is None:
             save_shards(self.shards, self.loaded.tokenizer, directory)
             return
@@ -114,8 +114,8 @@ class Trainee:
         self._by_main(write)
 
     def save_final(self, directory: Path) -> None:
-        """The model, and the adapter where one was trained."""
-        # It may be there, of a finished run that was given more steps.
+        """Save the model, and the adapter if one was trained."""
+        # It exists if a finished run was extended with more steps.
         self._by_main(lambda: shutil.rmtree(directory / "adapter", ignore_errors=True))
         self.save_model(directory)
         if self.recipe.model.lora is not None:
@@ -123,7 +123,7 @@ class Trainee:
             self._by_main(lambda: lora.save_adapter(module, base, directory / "adapter"))
 
     def save(self, directory: Path) -> None:
-        """What a checkpoint has besides the model and the optimizer."""
+        """Save the state of a checkpoint besides the model and the optimizer."""
         if self.critic is not None:
             self.critic.save(directory)
         if self.recipe.model.lora is not None:
@@ -134,7 +134,7 @@ class Trainee:
             self._by_main(lambda: save_file(dict(head.state_dict()), directory / "value_head.safetensors"))
 
     def _on_main(self) -> nn.Module | None:
-        """The whole model; over several ranks on the main one, in host memory."""
+        """Return the whole model; over several ranks on the main one, in host memory."""
         return self.loaded.module if self.shards is None else self.shards.gathered()
 
     def _by_main(self, write: Callable[[], object]) -> None:

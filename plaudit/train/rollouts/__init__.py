@@ -1,1 +1,1 @@
-"""Rollouts: generate, play out environments, score, keep; and data for judges from what was kept."""
+"""Rollouts: generation, environments, scoring, dumps; and training data for reward models from dumps."""

@@ -1,4 +1,4 @@
-"""What the samples of a step are like, in figures."""
+"""Metrics of a step's samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plaudit.records import Batch, Sample
 
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What the samples of a step are like: rewards, groups, lengths, truth."""
+    """Return metrics of a step's samples: rewards, groups, lengths, truth."""
     scored: list[float] = [sample.reward for sample in samples if sample.reward is not None]
     rewards = torch.tensor(scored, dtype=torch.float64)
     lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
@@ -64,11 +64,11 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def integrity(samples: Sequence[Sample]) -> dict[str, float]:
-    """What tells a reward that is being gamed (`report.rules.integrity`).
+    """Return metrics that indicate reward hacking (`report.rules.integrity`).
 
     reward/length_correlation  of length and reward among the responses to a prompt, the mean over prompts
-    response/repetition        the share of a response's runs of four tokens that it has had before
-    response/common            the share of prompts that the most common response answers
+    response/repetition        fraction of a response's 4-grams that occurred before in it
+    response/common            fraction of prompts with the most common response
     """
     repeated = [1 - len({*runs}) / len(runs) for sample in samples if (runs := _fours(sample))]
     figures = {"response/repetition": fmean(repeated)} if repeated else {}
@@ -88,8 +88,8 @@ def integrity(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def branching(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of trees of responses: what was sampled for them, parts that responses share once. Of those that were searched
-    for also what the search spent and threw away (`extra["search"]`, the same in all samples of a group)."""
+    """Return metrics of trees of responses: tokens sampled, with shared segments counted once. For searched trees also
+    what the search used and discarded (`extra["search"]`, the same in all samples of a group)."""
     parts: dict[tuple[int, int], int] = {}
     searched = {sample.group: sample.extra["search"] for sample in samples if "search" in sample.extra}
     leaves, tokens = set(), 0
@@ -125,8 +125,8 @@ def _fours(sample: Sample) -> list[tuple[int, ...]]:
 
 
 def filtered(kept: Sequence[Sequence[Sample]], spare: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Of dynamic sampling: the rewards of all that was drawn, which is what the policy does, and how much of it is left
-    out because its groups tell nothing."""
+    """Return metrics of dynamic sampling: the rewards of all samples, which describe the policy, and the fraction
+    filtered out because their groups have equal rewards."""
     rewards = [s.reward for group in (*kept, *spare) for s in group if s.reward is not None]
     learned = [s.reward for group in kept for s in group if s.reward is not None]
     figures = {"dynamic/drawn": float(len(kept) + len(spare)), "dynamic/filtered": len(spare) / len([*kept, *spare])}
@@ -136,7 +136,7 @@ def filtered(kept: Sequence[Sequence[Sample]], spare: Sequence[Sequence[Sample]]
 
 
 def staleness(batch: Batch) -> dict[str, float]:
-    """Versions between the learner and the oldest token of each sample."""
+    """Return how many versions the oldest token of each sample lags behind the learner."""
     ages = [batch.version - min(sample.versions) for sample in batch.samples if sample.versions]
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
 
@@ -147,8 +147,8 @@ def turn_rewards(sample: Sample) -> float:
 
 
 def _truncated(sample: Sample) -> list[tuple[float, float]]:
-    """Of the policy's tokens the log-probs under the whole softmax and under what top-k and top-p left of it, whose
-    quotient is the mass that they left."""
+    """Return the log-probs of the policy's tokens under the whole softmax and after top-k and top-p, whose ratio is the
+    mass kept."""
     if sample.tempered_logprobs is None:
         return []
     pairs = zip(sample.tempered_logprobs, sample.logprobs, strict=True)

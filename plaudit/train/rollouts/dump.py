@@ -1,9 +1,9 @@
-"""Samples on disk, for looking at them and for training on them again.
+"""Samples on disk, for inspection and for training on them again.
 
 rollouts/step-000001.jsonl  the samples of the first step: one JSON object each, with every field of a Sample and
-                            `drawn`, how many prompts had been asked when the step's samples were complete
+                            `drawn`, the number of prompts used when the step's samples were complete
 
-A file is whole or absent. Numbers come back bit for bit.
+A file is complete or absent. Numbers are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAY_LACK = ("tempered_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top
 
 
 class DumpEnded(RunError):
-    """There are no samples for the step."""
+    """The dump has no samples for the step."""
 
 
 class Dump:
@@ -40,10 +40,10 @@ class Dump:
 
     @classmethod
     def find(cls, path: Path) -> Dump:
-        """Of a run directory, or the directory of the files itself."""
+        """Open the dump of a run directory, or a directory of the files themselves."""
         dump = cls(path / "rollouts" if (path / "rollouts").is_dir() else path)
         if not dump.steps():
-            raise RunError(f"{path} holds no rollouts/step-000001.jsonl: train with train.dump = true to have some")
+            raise RunError(f"{path} has no rollouts/step-000001.jsonl: train with train.dump = true to write them")
         return dump
 
     def steps(self) -> list[int]:
@@ -55,7 +55,7 @@ class Dump:
 
     def write(self, step: int, batch: Batch, drawn: int) -> None:
         """`step` counts from 1."""
-        # A truth that JSON cannot write, such as a date of a parquet file, is written as text.
+        # A truth that JSON cannot represent, such as a date of a parquet file, is written as text.
         lines = [
             json.dumps({"drawn": drawn, "metrics": batch.metrics, **as_plain(sample)}, ensure_ascii=False, default=str)
             for sample in batch.samples
@@ -65,33 +65,33 @@ class Dump:
             write_atomically(self.path(step), "\n".join(lines) + "\n")
         except OSError as error:
             raise StorageError(
-                f"cannot write {self.path(step)}: {error.strerror}; free some space and --resume"
+                f"cannot write {self.path(step)}: {error.strerror}; free disk space, then --resume"
             ) from error
 
     def read(self, step: int) -> tuple[tuple[Sample, ...], int]:
-        """The samples and `drawn`."""
+        """Return the samples and `drawn`."""
         path = self.path(step)
         if not path.is_file():
-            raise DumpEnded(f"{path} is not there: the dump has steps {_span(self.steps())}")
+            raise DumpEnded(f"{path} does not exist: the dump has steps {_span(self.steps())}")
         rows = list(_rows(path))
         if not rows:
             raise DataError(f"{path} is empty: it needs at least one sample")
         return tuple(sample for sample, _ in rows), rows[-1][1]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the batch of a step said of all that was drawn for it."""
+        """Return the metrics of a step's batch over everything sampled for it."""
         with self.path(step).open(encoding="utf-8") as file:
             return dict(json.loads(file.readline()).get("metrics", {}))
 
     def discard_after(self, step: int) -> None:
-        """A run that goes on from `step` makes what comes later anew: the files of a killed attempt are void."""
+        """Delete the files after `step`: a run resumed there samples these steps again."""
         for later in self.steps():
             if later > step:
                 self.path(later).unlink()
 
 
 class DumpedRollouts:
-    """The samples of a dump in place of new ones. Held-out prompts are still asked, by `live`."""
+    """The samples of a dump instead of new ones. Held-out prompts are still sampled by `live`."""
 
     def __init__(self, dump: Dump, live: RolloutSource, vocab_size: int) -> None:
         self.dump = dump
@@ -104,8 +104,8 @@ class DumpedRollouts:
         highest = max(max((*sample.prompt_ids, *sample.token_ids), default=0) for sample in samples)
         if highest >= self.vocab_size:
             raise DataError(
-                f"{self.dump.path(step + 1)} has the token id {highest} and this model a vocabulary of "
-                f"{self.vocab_size}: it is the dump of another model"
+                f"{self.dump.path(step + 1)} has the token id {highest}, and this model's vocabulary is "
+                f"{self.vocab_size}: the dump is of another model"
             )
         return Batch(samples, version, self.dump.metrics(step + 1))
 
@@ -114,7 +114,7 @@ class DumpedRollouts:
 
 
 def as_plain(sample: Sample) -> dict[str, Any]:
-    """What JSON can write; numbers come back bit for bit."""
+    """Convert a sample to JSON types; numbers are restored bit for bit."""
     tree = {name: getattr(sample, name) for name in _FIELDS}
     if sample.error is not None:
         tree["error"] = {"type": sample.error.type, "message": sample.error.message}
@@ -124,7 +124,7 @@ def as_plain(sample: Sample) -> dict[str, Any]:
 
 
 def from_plain(tree: dict[str, Any]) -> Sample:
-    """Further keys are not looked at."""
+    """Restore a sample; unknown keys are ignored."""
     tree = {**dict.fromkeys(_MAY_LACK), **tree}
     kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
     if kept["error"] is not None:
@@ -140,7 +140,7 @@ def _rows(path: Path) -> Iterator[tuple[Sample, int]]:
             tree = json.loads(line)
             yield from_plain(tree), int(tree["drawn"])
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path.name}:{number} is no sample of a dump: {type(error).__name__} {error}") from None
+            raise DataError(f"{path.name}:{number} is not a dumped sample: {type(error).__name__} {error}") from None
 
 
 def _span(steps: list[int]) -> str:

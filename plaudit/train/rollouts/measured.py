@@ -1,7 +1,7 @@
-"""Prompts chosen and ordered by how often a policy was right: the mean rewards of a run with rollouts.
+"""Prompts filtered and ordered by pass rate: the mean rewards in a run with rollouts.
 
-The i-th prompt is a pure function of that run and (seed, i), as of any other source: it works in every placement, and a
-resumed run goes on exactly.
+The i-th prompt is a pure function of that run and (seed, i), as for any other source: it works in every placement, and
+a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MeasuredPrompts:
                 f"data.keep = [{low:g}, {high:g}] leaves none of {len(known)} measured prompts, whose pass rates are "
                 f"{seen[0]:g} to {seen[-1]:g}: widen it"
             )
-        mixed = [kept[i] for i in shuffled(len(kept), f"{seed} measured")]  # equals come in no order of the file
+        mixed = [kept[i] for i in shuffled(len(kept), f"{seed} measured")]  # ties are shuffled, not in file order
         if data.order != "shuffled":
             mixed.sort(key=lambda each: each[0], reverse=data.order == "easy-first")
         self.by_rate = data.order != "shuffled"
@@ -65,7 +65,7 @@ class MeasuredPrompts:
 
 
 def pass_rates(run: Path) -> dict[tuple[int, ...] | None, float]:
-    """The mean reward of the responses to each prompt, by its tokens."""
+    """Return the mean reward of the responses to each prompt, by its tokens."""
     dump = Dump.find(run)
     rewards: dict[tuple[int, ...] | None, list[float]] = {}
     for step in dump.steps():

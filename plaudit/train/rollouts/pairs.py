@@ -1,4 +1,4 @@
-"""Preference pairs from rollouts: of the responses to one prompt the better over the worse. `plaudit pairs`."""
+"""Preference pairs from rollouts: the better over the worse response to the same prompt. `plaudit pairs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plaudit.train.rollouts.dump import Dump
 class PairTally:
     prompts: int = 0
     equal: int = 0
-    """Prompts whose responses all have the same reward: nothing is better there."""
+    """Prompts whose responses all have the same reward, so that they give no pair."""
     pairs: int = 0
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class PairTally:
 
 
 def write_pairs(run: Path, out: Path, most: int) -> PairTally:
-    """At most `most` pairs of each prompt of a run's rollouts, as rows that `task = "reward"` trains on."""
+    """Write at most `most` pairs per prompt of a run's rollouts, as rows for `task = "reward"`."""
     check_writable(out)
     dump, tally = Dump.find(run), PairTally()
     rows: list[dict[str, Any]] = []
@@ -38,14 +38,14 @@ def write_pairs(run: Path, out: Path, most: int) -> PairTally:
         rows += pairs
     tally.pairs = len(rows)
     if not rows:
-        raise DataError(f"{dump.directory}: {tally}; take prompts that the policy answers right only sometimes")
+        raise DataError(f"{dump.directory}: {tally}; use prompts that the policy answers correctly only sometimes")
     with written(out) as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return tally
 
 
 def pairs_of(group: Sequence[Sample], most: int) -> list[dict[str, Any]]:
-    """The best over the worst, the second best over the second worst, and so on while their rewards differ."""
+    """Pair the best with the worst, the second best with the second worst, and so on while their rewards differ."""
     by_text = {sample.text: sample for sample in group if sample.reward is not None and sample.text}
     ranked = sorted(by_text.values(), key=_reward, reverse=True)
     pairs: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ def pairs_of(group: Sequence[Sample], most: int) -> list[dict[str, Any]]:
 
 
 def question_of(sample: Sample) -> dict[str, Any]:
-    """The prompt as data files have it."""
+    """Return the prompt in the format of data files."""
     prompt = prompt_of(sample)
     return {"messages": prompt.extra["messages"]} if "messages" in prompt.extra else {"prompt": prompt.text}
 

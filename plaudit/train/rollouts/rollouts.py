@@ -21,23 +21,23 @@ from plaudit.train.run.clock import Clock
 
 
 class Generator(Protocol):
-    """The engine as a player sees it: `core.Engine`, or one of another process."""
+    """The engine interface for players: `core.Engine`, or one in another process."""
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]: ...
 
 
 class Player(Protocol):
-    """Plays prompts out to the end: one answer, or turns with an environment."""
+    """Produces complete responses: single-turn, or multi-turn with an environment."""
 
     def play(
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
-        """n samples of each prompt, in order; `group` is the prompt's index. What is sampled depends on the seed and
-        the prompt's place in the step, `first` + index, alone. `evaluate`: sampled as evaluations are."""
+        """Return n samples per prompt, in order; `group` is the prompt's index. Sampling depends only on the seed and
+        the prompt's index in the step, `first` + index. `evaluate`: use the evaluation's sampling parameters."""
 
 
 class SampleScorer(Protocol):
-    """The rewards of this process, or of all ranks together."""
+    """Computes rewards in this process, or over all ranks together."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         """`ask`, then `check`."""
@@ -50,18 +50,18 @@ class SampleScorer(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Scored samples, a step's worth at a time. `drawn` is how many training prompts were asked for them so far."""
+    """Scored samples, one step at a time. `drawn` is the number of training prompts used so far."""
 
     drawn: int
 
     def next(self, step: int, version: int) -> Batch:
-        """Raises without having changed `drawn`, so that a run that ends here can go on from here."""
+        """Return a step's batch. On an error `drawn` is unchanged, so that the run can be resumed here."""
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]: ...
 
 
 class Rollouts:
-    """`drawn` is how many training prompts were asked so far: the position in the data."""
+    """`drawn` is the number of training prompts used so far: the position in the data."""
 
     def __init__(self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: SampleScorer, clock: Clock) -> None:
         self.recipe = recipe
@@ -72,8 +72,8 @@ class Rollouts:
         self.drawn = 0
 
     def next(self, step: int, version: int) -> Batch:
-        """The samples of one step. With dynamic sampling, groups whose rewards are all equal are replaced by others,
-        as long as the rounds last. Where it fails, nothing was drawn."""
+        """Return the samples of one step. With dynamic sampling, groups whose rewards are all equal are replaced, up to
+        the maximum number of rounds. On an error `drawn` is unchanged."""
         drawn = self.drawn
         try:
             samples, metrics = self._step(step)
@@ -92,7 +92,7 @@ class Rollouts:
                 (kept if dynamic is None or rewards_differ(group) else spare).append(group)
             if len(kept) >= wanted:
                 break
-        # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
+        # The batch size is constant; groups with equal rewards fill it if the rounds gave too few others.
         chosen = (kept + spare)[:wanted]
         samples = [
             sample if sample.group == i else replace(sample, group=i)
@@ -102,7 +102,7 @@ class Rollouts:
         return samples, {} if dynamic is None else filtered(kept, spare)
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
-        """Scored answers to held-out prompts."""
+        """Return scored responses to held-out prompts."""
         samples = self.player.play(prompts, n, seed, evaluate=True)
         return self.scorer.score([prompts[sample.group] for sample in samples], samples)
 
@@ -122,7 +122,7 @@ class Rollouts:
 
 
 class SingleTurn:
-    """One answer to each prompt."""
+    """Single-turn responses."""
 
     def __init__(self, engine: Generator, sampling: SamplingTable, seed: int) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Rewards for samples: from a server, or from a reward of this process. A failure is an error, never a number."""
+"""Computes rewards of samples, on a server or in this process. A failure is an error, never a number."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from plaudit.records import Item, ItemError, Prompt, Sample, StepScores
 from plaudit.reward import load_reward
 from plaudit.reward.directory import complete
 from plaudit.reward.reward import Result, Reward
-from plaudit.train.run.overdue import Warn, nobody, overdue
+from plaudit.train.run.overdue import Warn, ignore_warning, overdue
 
 
 class RewardFailed(RunError):
-    """Rewards cannot be had: the state is saved, `--resume` goes on."""
+    """Rewards are unavailable: the state is saved, and `--resume` continues."""
 
 
 class Source(Protocol):
@@ -31,10 +31,10 @@ class Source(Protocol):
 
 
 class Scorer:
-    """Gives each sample its reward or its error, in order."""
+    """Assigns each sample its reward or its error, in order."""
 
-    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = nobody) -> None:
-        """`source`: what scores, in place of what the table names. `warn` hears of a server that is waited for."""
+    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = ignore_warning) -> None:
+        """`source`: replaces the table's reward. `warn` is called while a server is slow."""
         self.table = table
         self.source = source or (ServerReward(table, warn) if table.url is not None else local_reward(table))
 
@@ -44,8 +44,8 @@ class Scorer:
         return scored
 
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about, nor those that
-        came with a reward: an agent's."""
+        """Score `samples[i]`, a response to `prompts[i]`. Samples that failed, or that have a reward from an agent, are
+        skipped."""
         ended = ("stop", "length")
         finished = [i for i, s in enumerate(samples) if s.finish_reason in ended and s.reward is None]
         groups = [0, *accumulate(int(a is not b) for a, b in pairwise(prompts))]
@@ -59,7 +59,7 @@ class Scorer:
         self.source.close()
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises if more of a step's samples have no reward than the recipe allows."""
+        """Raise RewardFailed if more samples of a step have no reward than the recipe allows."""
         errors = Counter(f"{s.error.type}: {s.error.message}" for s in samples if s.error is not None)
         failed = errors.total()
         share = failed / max(1, len(samples))
@@ -67,12 +67,12 @@ class Scorer:
             limit = "on_error = halt" if self.table.on_error == "halt" else f"max_errors = {self.table.max_errors:g}"
             most, count = errors.most_common(1)[0]
             raise RewardFailed(
-                f"{failed} of {len(samples)} responses have no reward ({limit}); {count} times: {most}; mend the reward"
+                f"{failed} of {len(samples)} responses have no reward ({limit}); {count} times: {most}; fix the reward"
             )
 
 
 class ServerReward:
-    """`plaudit serve`, waited for with patience when it is away."""
+    """A reward on a `plaudit serve` server, retried while it is unreachable."""
 
     def __init__(self, table: RlRewardTable, warn: Warn) -> None:
         assert table.url is not None
@@ -83,7 +83,7 @@ class ServerReward:
             key = os.environ.get(table.key_env)
             if key is None:
                 raise ConfigError(f"reward.key_env names {table.key_env}, which is not set: export {table.key_env}=…")
-        # Attempts are bounded by time, not by number: a server that starts again may take a minute.
+        # Retries are limited by time, not by number: a server restart may take a minute.
         self.client = RewardClient(
             table.url, model=table.model, api_key=key, timeout=table.patience, retries=1_000_000
         )  # fmt: skip
@@ -125,5 +125,5 @@ def _with(sample: Sample, result: Result) -> Sample:
     assert value is not None
     if not math.isfinite(value):
         return replace(sample, error=ItemError("nonfinite_score", f"the reward is {value}"))
-    # What an environment gave on the way is in token_rewards; this comes on top, at the end.
+    # Rewards of an environment's turns are in token_rewards; this one is added at the end.
     return replace(sample, reward=value)

@@ -1,4 +1,4 @@
-"""Where the prompts of a recipe come from: a world, a file or a gym, chosen by pass rate, or several mixed."""
+"""Opens the prompt source of a recipe: a world, a file or a gym, filtered by pass rate, or a mixture."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Step values by Monte Carlo: how often the policy comes out right from the end of each step. `plaudit steps`.
+"""Step values by Monte Carlo: how often the policy reaches a correct answer from the end of each step. `plaudit steps`.
 
-Of each solution that a run dumped, every beginning that ends with a step is completed several times by the policy that
-the run started from. The mean reward of the completions is the step's value (Wang et al., Math-Shepherd, 2024: "soft
-estimation"); a whole solution's value is its own reward.
+Every prefix of a dumped solution that ends with a step is completed several times by the policy that the run started
+from. The mean reward of the completions is the step's value (Wang et al., Math-Shepherd, 2024: "soft estimation"); a
+complete solution's value is its own reward.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Solution:
 class StepTally:
     solutions: int = 0
     unusable: int = 0
-    """Solutions without a reward or a whole step, or with a token that reaches over the end of a step."""
+    """Solutions without a reward or a complete step, or with a token that spans the end of a step."""
     steps: int = 0
     completions: int = 0
     sum: float = 0.0
@@ -69,12 +69,12 @@ class StepTally:
 
 
 def write_step_values(run: Path, out: Path, *, split: str, completions: int, limit: int | None = None) -> StepTally:
-    """The solutions of a run's rollouts, as rows that `task = "prm"` trains on. `split` ends a step."""
+    """Write the solutions of a run's rollouts as rows for `task = "prm"`. `split` ends a step."""
     check_writable(out)
     if not split:
-        raise DataError("the text that ends a step is empty: name one")
+        raise DataError("the text that ends a step is empty: set one")
     recipe, dump = _recipe(run), Dump.find(run)
-    # A solution that was drawn several times to one prompt says nothing more the second time.
+    # Duplicate solutions to a prompt add no information.
     drawn = {(s.prompt_ids, s.token_ids): s for step in dump.steps() for s in dump.read(step)[0]}
     samples = list(drawn.values())[:limit]
     scorer = Scorer(recipe.reward)
@@ -99,7 +99,7 @@ def beginning_values(
     engine: Engine, scorer: SampleScorer, sampling: SamplingTable, seed: int, solutions: Sequence[Solution],
     completions: int,
 ) -> dict[Beginning, float]:  # fmt: skip
-    """The mean reward of completions of every distinct beginning, all of them made in one batch."""
+    """Return the mean reward of the completions of every distinct prefix, generated in one batch."""
     prompts = {begun: prompt_of(s.sample) for s in solutions for begun in s.beginnings}
     begun = list(prompts)
     params = [
@@ -147,7 +147,7 @@ class Cutter:
         self._piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def __call__(self, sample: Sample) -> Solution | None:
-        """None for what teaches nothing about steps: see `StepTally.unusable`."""
+        """Return the solution, or None if it is unusable: see `StepTally.unusable`."""
         if sample.reward is None or sample.finish_reason not in ("stop", "length"):
             return None
         response = tuple(token for token in sample.token_ids if token not in self.end_tokens)
@@ -171,7 +171,7 @@ class Cutter:
 def _rewards(
     scorer: SampleScorer, prompts: Sequence[Prompt], samples: Sequence[Sample]
 ) -> Iterator[tuple[Sample, float]]:
-    """The samples that have a reward, each response to a prompt scored once however often it was drawn."""
+    """Return the samples that have a reward; duplicate responses to a prompt are scored once."""
     keys = [(p.token_ids, s.text, s.finish_reason) for p, s in zip(prompts, samples, strict=True)]
     first = {key: i for i, key in reversed(list(enumerate(keys)))}
     scored = scorer.score([prompts[i] for i in first.values()], [samples[i] for i in first.values()])
@@ -182,7 +182,7 @@ def _rewards(
 
 
 def _whole(tokenizer: Any, begun: Sequence[Beginning], samples: Sequence[Sample]) -> list[Sample]:
-    """Samples with the text of the whole response: the beginning, then what the policy made of it."""
+    """Return samples with the text of the whole response: the prefix and its completion."""
     texts = [tokenizer.decode(beginning, skip_special_tokens=True) for _, beginning in begun]
     return [replace(sample, text=texts[sample.group] + sample.text) for sample in samples]
 
@@ -191,15 +191,15 @@ def _recipe(run: Path) -> RlRecipe:
     path = run / "recipe.toml"
     recipe = parse_recipe(read_toml(path, "recipe of a run"), str(path))
     if not isinstance(recipe, RlRecipe):
-        raise RunError(f"{run} is a run of task = {recipe.task!r}, which has no rollouts: name one of task = 'rl'")
+        raise RunError(f"{run} is a run of task = {recipe.task!r}, which has no rollouts: give a run of task = 'rl'")
     if (other := recipe.environment or recipe.agent) is not None:
         name = other.name if isinstance(other, EnvironmentTable) else other.function
-        raise RunError(f"{run} played turns with {name!r}: steps are valued for single answers only")
+        raise RunError(f"{run} is multi-turn with {name!r}: step values need single-turn responses")
     return recipe
 
 
 def _engine(recipe: RlRecipe) -> Engine:
-    """The policy that wrote the solutions: rollouts that learned nothing are of the recipe's own model."""
+    """Return an engine with the policy that sampled the solutions: the recipe's initial model."""
     assert recipe.model.path is not None
     loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
     table = recipe.engine

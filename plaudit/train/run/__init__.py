@@ -1,1 +1,1 @@
-"""The state of a run: directory, lock, checkpoints, random state, ranks, signals, progress."""
+"""Run state: directory, lock, checkpoints, random state, ranks, signals, progress."""

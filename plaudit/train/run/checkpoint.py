@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or absent.
+"""Atomic checkpoints: each is complete or absent.
 
     checkpoints/step-000200/  model/ (a plain HF directory), optimizer.safetensors, state.json, manifest.json,
                               and for PPO the critic and its optimizer
     checkpoints/latest        the name of the newest complete one
 
-Over several ranks a file of weights is one for each rank and an index (optim/shard_files.py). Everything is written to
-a temporary directory and synced; the manifest, with the SHA-256 of each file, comes last; then one rename, then the
-pointer. A process killed anywhere leaves the previous checkpoint in place. Reading verifies
-the hashes and, where a file is damaged, falls back to the checkpoint before and says so.
+Over several ranks, weights are one file per rank and an index (optim/shard_files.py). Everything is written to a
+temporary directory and synced; the manifest, with the SHA-256 of each file, comes last; then one rename, then the
+pointer. A process killed at any point leaves the previous checkpoint in place. Loading verifies the hashes and, if a
+file is damaged, falls back to the previous checkpoint with a warning.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Checkpoint:
 
 class Checkpoints:
     def __init__(self, directory: Path, keep: int, group: Group = ONE) -> None:
-        """`group`: the ranks that write them together."""
+        """`group`: the ranks that write a checkpoint together."""
         self.directory = directory
         self.keep = keep
         self.group = group
@@ -58,8 +58,8 @@ class Checkpoints:
         self, step: int, save_model: Callable[[Path], object], save_optimizer: Callable[[Path], object],
         state: dict[str, Any], more: Callable[[Path], object] | None = None,
     ) -> Path:  # fmt: skip
-        """`more` writes what else belongs to it into the directory it is given. What they cannot write must be an error
-        on every rank (`together`)."""
+        """Write a checkpoint. `more` writes additional files into the directory it is given. A write error must be
+        raised on every rank (`together`)."""
         final = self.directory / f"step-{step:06d}"
         temporary = self.directory / f"{final.name}.tmp"
         try:
@@ -75,8 +75,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StorageError(
-                f"cannot write the checkpoint {final}: {reason}; earlier checkpoints are intact: "
-                "free some space and --resume"
+                f"cannot write the checkpoint {final}: {reason}; earlier checkpoints are intact: free disk space, then "
+                "--resume"
             ) from error
         self._by_main(self._prune)
         return final
@@ -85,13 +85,13 @@ class Checkpoints:
         together(self.group, write if self.group.index == 0 else lambda: None)
 
     def _hashes(self, temporary: Path) -> dict[str, str]:
-        """SHA-256 of each file. A rank reads those that it has written."""
+        """Return the SHA-256 of each file. A rank hashes the files that it wrote."""
         hashes: dict[str, str] = {}
         together(self.group, lambda: hashes.update(_manifest(temporary, self.group)))
         return {name: digest for part in self.group.gather_values(hashes) for name, digest in part.items()}
 
     def _name(self, temporary: Path, final: Path, hashes: dict[str, str], state: dict[str, Any]) -> None:
-        """Complete what all have written, and let it be a checkpoint."""
+        """Complete the files of all ranks and rename them to a checkpoint."""
         _write(temporary / STATE, json.dumps(state))
         hashes[STATE] = sha256(temporary / STATE)
         _write(temporary / "manifest.json", json.dumps(dict(sorted(hashes.items())), indent=1))
@@ -104,12 +104,13 @@ class Checkpoints:
         write_atomically(self.directory / LATEST, final.name)
 
     def load(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None if there is none at all; the same on all ranks."""
+        """Return the newest intact checkpoint, or None if there are no checkpoints; the same on all ranks."""
         newest = self._newest(warn)
         starts = set(self.group.gather_values(0 if newest is None else newest.step))
         if len(starts) > 1:
             raise RunError(
-                f"the ranks would go on from steps {sorted(starts)}: {self.directory} must be the same for all"
+                f"the ranks would resume from different steps {sorted(starts)}: {self.directory} must be the same "
+                "directory for all ranks"
             )
         return newest
 
@@ -121,17 +122,17 @@ class Checkpoints:
             except BadCheckpoint as error:
                 warn(str(error))
         if names:
-            raise BadCheckpoint(f"no checkpoint in {self.directory} is whole; start over with --fresh")
+            raise BadCheckpoint(f"no checkpoint in {self.directory} is intact; start over with --fresh")
         return None
 
     def named(self, name: str) -> Checkpoint:
-        """One of them, whole; BadCheckpoint if it is not, or not there."""
+        """Load a checkpoint by name; BadCheckpoint if it is damaged or missing."""
         if name not in self.names():
             raise BadCheckpoint(f"no checkpoint {name[:40]!r}; {nearest(name[:40], self.names())}")
         return _open(self.directory / name)
 
     def next(self) -> int:
-        """A number above that of any checkpoint here."""
+        """Return a number above that of every checkpoint here."""
         return max((int(name.removeprefix("step-")) for name in self.names()), default=0) + 1
 
     def names(self) -> list[str]:
@@ -152,10 +153,10 @@ def _open(path: Path) -> Checkpoint:
             digest = sha256(path / name)
             if digest != expected:
                 hashes = f"SHA-256 {digest[:12]}, expected {expected[:12]}"
-                raise BadCheckpoint(f"{path / name} is damaged ({hashes}): {path.name} is left out")
+                raise BadCheckpoint(f"{path / name} is damaged ({hashes}): skipping {path.name}")
         state = _json(path / STATE)
     except OSError as error:
-        raise BadCheckpoint(f"{error.filename} cannot be read ({error.strerror}): {path.name} is left out") from error
+        raise BadCheckpoint(f"{error.filename} cannot be read ({error.strerror}): skipping {path.name}") from error
     return Checkpoint(path, state["step"], state)
 
 
@@ -164,7 +165,7 @@ def _json(path: Path) -> dict[str, Any]:
         tree: dict[str, Any] = json.loads(path.read_text())
         return tree
     except ValueError as error:
-        raise BadCheckpoint(f"{path} is damaged ({error}): {path.parent.name} is left out") from error
+        raise BadCheckpoint(f"{path} is damaged ({error}): skipping {path.parent.name}") from error
 
 
 def _make_anew(directory: Path) -> None:
@@ -178,7 +179,7 @@ def _manifest(directory: Path, group: Group) -> dict[str, str]:
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file: what has no number of a shard is the main one's."""
+    """Return the rank that wrote a file: files without a shard number are the main rank's."""
     shard = _SHARD.search(name)
     return 0 if shard is None else int(shard[1]) - 1
 

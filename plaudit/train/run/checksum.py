@@ -1,11 +1,11 @@
-"""A checksum of weights that costs less than moving them: it runs at the speed at which memory is read.
+"""A checksum of weights that runs at memory bandwidth, so it costs less than transferring them.
 
-Bytes are rows of 1,021 64-bit words. The column sums (modulo 2^64) of every 64 rows go into SHA-256, and so do the
-last bytes that fill no row. A changed word is always noticed, and so is anything that is lost or doubled. Pieces that
-changed places are noticed because 1,021 is prime: pages, packets and sectors have sizes that are powers of two, and
-within 64 rows no two of them above 512 bytes lie in the same columns. What escapes are changes of +d and -d to words
-a multiple of 8,168 bytes apart within half a megabyte: no fault does that, though somebody who wants to could.
-Integer sums have no order, so that a CPU and a GPU agree.
+Bytes are arranged in rows of 1,021 64-bit words. The column sums (modulo 2^64) of every 64 rows go into SHA-256, and so
+do the last bytes that fill no row. A changed word is always detected, and so is lost or duplicated data. Swapped pieces
+are detected because 1,021 is prime: pages, packets and sectors have sizes that are powers of two, and within 64 rows no
+two of them above 512 bytes lie in the same columns. Not detected are changes of +d and -d to words a multiple of 8,168
+bytes apart within half a megabyte: no fault does that, though an attacker could. Integer sums do not depend on order,
+so a CPU and a GPU agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = ctypes.c_char()
 
 
 class Checksum:
-    """Fed with pieces of data in their order; the other side must cut them alike."""
+    """Incremental checksum of tensors in order; both sides must split the data in the same way."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -52,15 +52,15 @@ class Checksum:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """(n,) uint8 over the same memory, if it is contiguous; else over a copy."""
+    """Return the tensor's bytes (n,) uint8, without a copy if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read from or write to. Not through numpy, which takes from a
-    tensor's memory for good that it can be given back (memory/residency.py)."""
+    """Return a writable view of a contiguous CPU tensor's bytes. Not through numpy, after which the tensor's memory can
+    no longer be released (memory/residency.py)."""
     data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
-    data.tensor = tensor  # type: ignore[attr-defined]  # which lives as long as somebody looks
+    data.tensor = tensor  # type: ignore[attr-defined]  # keeps the tensor alive as long as the view
     return memoryview(data).cast("B")
 
 

@@ -111,12 +111,10 @@ def _wait(children: Sequence[Child]) -> int:
     silent = [child.rank for child in children if child.process.poll() is None]
     if code == LOST and silent:
         named = ", ".join(map(str, silent))
-        print(
-            f"plaudit: nothing was heard from rank {named}; --resume goes on from the last checkpoint", file=sys.stderr
-        )
+        print(f"plaudit: rank {named} did not respond; --resume continues from the last checkpoint", file=sys.stderr)
     elif cause.rank != 0 or code < 0:
         end = cause.end()
-        cure = "" if "--resume" in end else "; --resume goes on from the last checkpoint"
+        cure = "" if "--resume" in end else "; --resume continues from the last checkpoint"
         print(f"plaudit: rank {cause.rank} {end}{cure}", file=sys.stderr)
     return int(code) if code > 0 else 1
 

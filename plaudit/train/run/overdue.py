@@ -1,7 +1,7 @@
-"""Tells a person that a server is waited for, while it is waited for: a stopped one takes connections and says nothing.
+"""Warns while a run waits for a slow server: a stopped process accepts connections and does not respond.
 
-After a while without an answer the server is asked whether it lives, which one at work says within a second. How long
-the run then waits its recipe says, not this.
+After some time without a response the server's health is checked, which a busy server reports within a second. The
+recipe sets the timeout.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ PROBE_SECONDS = 5.0
 Warn = Callable[[str], None]
 
 
-def nobody(_: str) -> None:
-    """Where there is nobody to warn."""
+def ignore_warning(_: str) -> None:
+    """Ignore a warning."""
 
 
 @contextmanager
 def overdue(name: str, urls: Sequence[str], patience: float, key: str, warn: Warn) -> Iterator[None]:
-    """`name`: what is waited for; `key`: the recipe's, of `patience`. `warn` may be called from another thread."""
-    begun = time.monotonic()
+    """Warn if the block takes long. `name`: the server; `key`: the recipe key of `patience`. `warn` may be called from
+    another thread."""
+    started = time.monotonic()
     warned, over = threading.Event(), threading.Event()
 
-    def tell() -> None:
-        silent = [url for url in urls if not _lives(url)]
+    def warn_if_slow() -> None:
+        silent = [url for url in urls if not _is_alive(url)]
         if silent:
-            what = f"{name} at {', '.join(silent)} does not answer, nor does its /health/live: it is stopped or away"
+            what = f"{name} at {', '.join(silent)} does not respond, nor does its /health/live: it is stopped or down"
         else:
-            what = f"{name} at {', '.join(urls)} lives and has not answered yet: it has more to do than it can"
+            what = f"{name} at {', '.join(urls)} is alive and has not responded yet: it is overloaded"
         if not over.is_set():
             warned.set()
-            warn(f"{what}; waited for {time.monotonic() - begun:.0f} s so far, {patience:g} at most ({key})")
+            warn(f"{what}; waited {time.monotonic() - started:.0f} s of {patience:g} s ({key})")
 
-    timer = threading.Timer(NOTICE_SECONDS, tell)
+    timer = threading.Timer(NOTICE_SECONDS, warn_if_slow)
     timer.daemon = True
     timer.start()
     try:
@@ -48,11 +49,11 @@ def overdue(name: str, urls: Sequence[str], patience: float, key: str, warn: War
         over.set()
         timer.cancel()
     if warned.is_set():
-        warn(f"{name} has answered after {time.monotonic() - begun:.0f} s")
+        warn(f"{name} responded after {time.monotonic() - started:.0f} s")
 
 
-def _lives(url: str) -> bool:
-    """Any answer is a sign of life."""
+def _is_alive(url: str) -> bool:
+    """Whether the server responds at all, with any status."""
     try:
         httpx.get(f"{url.rstrip('/')}/health/live", timeout=PROBE_SECONDS, trust_env=False)
     except httpx.HTTPError:

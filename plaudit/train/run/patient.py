@@ -1,4 +1,4 @@
-"""HTTP to a server that a run cannot do without: asked again while it is away, until the recipe's patience ends."""
+"""HTTP client for a server that a run depends on: requests are retried until the recipe's patience is exhausted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from plaudit.errors import ConfigError, RunError
 from plaudit.train.run.overdue import Warn, overdue
 from plaudit.train.run.signals import leave_on_signal, patience_left
 
-AGAIN = (408, 429, 503, 504)  # what time may mend
+AGAIN = (408, 429, 503, 504)  # retryable
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between attempts
 
 
 class PatientHttp:
-    """`who` is the server's part in the run, `table` the recipe's that names it, `cure` what starts it. `failed` is
-    raised when patience ends; `refused` makes the error of a reply that asking again will not change, from the reply,
-    its path and its reason."""
+    """`who` is the server's role in the run, `table` its table in the recipe, `cure` how to start it. `failed` is
+    raised when patience is exhausted; `refused` makes the error for a response that is not retryable, from the
+    response, its path and its reason."""
 
     def __init__(
         self, who: str, table: str, url: str, *, key_env: str | None, patience: float, cure: str, warn: Warn,
@@ -37,7 +37,7 @@ class PatientHttp:
             if key is None:
                 raise ConfigError(f"{table}.key_env names {key_env}, which is not set: export {key_env}=…")
             headers["Authorization"] = f"Bearer {key}"
-        # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
+        # The recipe sets the address: redirects are not followed and proxies of the environment are ignored.
         self._http = httpx.Client(headers=headers, follow_redirects=False, trust_env=False)
 
     def close(self) -> None:
@@ -68,10 +68,10 @@ class PatientHttp:
             except httpx.TransportError as error:
                 why = str(error) or type(error).__name__
             except httpx.InvalidURL as error:
-                raise ConfigError(f"{self.table}.url {self.url!r} is no address: {error}") from None
+                raise ConfigError(f"{self.table}.url {self.url!r} is not a valid URL: {error}") from None
             if time.monotonic() + pause >= until:
                 raise self.failed(
-                    f"{self.who} at {self.url} did not answer within {patience:g} s ({self.table}.patience): {why}; "
+                    f"{self.who} at {self.url} did not respond within {patience:g} s ({self.table}.patience): {why}; "
                     f"{self.cure}, then --resume"
                 )
             time.sleep(pause * random.uniform(0.5, 1.0))
@@ -79,7 +79,7 @@ class PatientHttp:
 
 
 def error_of(reply: httpx.Response) -> dict[str, Any]:
-    """The body of an error; empty if it is no JSON object."""
+    """Return the body of an error response; empty if it is not a JSON object."""
     try:
         body = msgspec.json.decode(reply.content)
     except (msgspec.DecodeError, UnicodeDecodeError):

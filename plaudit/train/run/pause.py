@@ -1,4 +1,4 @@
-"""A run that waits between two steps, because somebody who looks on has asked for it."""
+"""Pauses a run between two steps on request, for instance from the live page."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 
 from plaudit.train.run.signals import StopRequest
 
-_POLL_SECONDS = 0.2  # a signal ends the wait as well
+_POLL_SECONDS = 0.2  # so that a signal ends the wait too
 
 
 class Pause:
-    """Any thread may `ask`; the loop of the run waits in `hold`."""
+    """Any thread may set `requested`; the training loop waits in `wait`."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.holds = False
+        self.requested = threading.Event()
+        self.waiting = False
 
-    def hold(self, stop: StopRequest) -> float:
-        """Wait while a pause is asked for and nobody wants to stop. The seconds it took, which belong to no step."""
+    def wait(self, stop: StopRequest) -> float:
+        """Wait while a pause is requested and no stop is. Return the seconds waited, which belong to no step."""
         begin = time.monotonic()
-        while self.asked.is_set() and not stop:
-            self.holds = True
+        while self.requested.is_set() and not stop:
+            self.waiting = True
             time.sleep(_POLL_SECONDS)
-        if not self.holds:
+        if not self.waiting:
             return 0.0
-        self.holds = False
+        self.waiting = False
         return time.monotonic() - begin
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run is at work: a bar on a terminal, a line per evaluation elsewhere."""
+"""Progress display of a run: a bar on a terminal, one line per evaluation elsewhere."""
 
 from __future__ import annotations
 

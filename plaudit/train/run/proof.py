@@ -1,6 +1,6 @@
-"""What a step leaves for `plaudit verify`: hashes of its samples, log-probs, rewards, and of the weights it ended with.
+"""Hashes of a step's samples, log-probs, rewards and final weights, for `plaudit verify`.
 
-The device and the number of threads that compute a hash change nothing in it (`checksum.py`).
+A hash does not depend on the device or the number of threads that compute it (`checksum.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from plaudit.records import Sample
 from plaudit.train.run.checksum import Checksum
 
-PARTS = ("samples", "logprobs", "rewards", "weights")  # in the order in which a step makes them
+PARTS = ("samples", "logprobs", "rewards", "weights")  # in the order in which a step computes them
 WORDS = {"samples": "the samples", "logprobs": "the log-probs", "rewards": "the rewards", "weights": "the weights"}
 
 
 def step_proof(samples: Sequence[Sample], module: nn.Module) -> dict[str, str]:
     named = list(module.named_parameters())
     trained = [(name, each) for name, each in named if each.requires_grad]
-    whole = {"whole": "yes"} if len(trained) == len(named) else {}  # without: adapters
+    whole = {"whole": "yes"} if len(trained) == len(named) else {}  # not set for adapters
     return {**batch_proof(samples), "weights": weights_digest(trained), **whole, "by": made_by(module)}
 
 
@@ -57,7 +57,7 @@ def _doubles(values: Sequence[float]) -> bytes:
 
 
 def made_by(module: nn.Module) -> str:
-    """Versions and hardware, on which bits may depend."""
+    """Return the versions and hardware, on which bits may depend."""
     device = next(module.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{name}, {torch.get_num_threads()} threads, {_libraries()}"

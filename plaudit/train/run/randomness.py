@@ -1,4 +1,4 @@
-"""The state of every random generator, as plain data."""
+"""Saves and restores the state of every random generator as plain data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run directory: one writer at a time, its recipe, events, checkpoints and summary.
 
 runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dump)  preferences/ (what they are
-              measured from)  final/ (the trained model)  summary.json  lock
+              computed from)  final/ (the trained model)  summary.json  lock
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plaudit.output import write_atomically
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.run_lock import locked
 
-# What decides where, how long and how closely watched a run is, and no number that is learned.
+# Keys that affect where a run executes, its duration and its logging, but no trained weights.
 MAY_CHANGE_ON_RESUME = (
     "train.steps", "train.eval_every", "train.eval_samples", "train.checkpoint", "train.dump", "train.show",
     "train.non_finite", "train.micro_batch_tokens", "train.threads", "train.offload_optimizer", "data.eval_items",
@@ -30,12 +30,12 @@ MAY_CHANGE_ON_RESUME = (
     "placement.concurrency", "reward.url", "reward.key_env", "reward.patience", "reward.on_error", "reward.max_errors",
     "truth", "critic.url", "critic.key_env", "critic.patience", "environment.timeout", "environment.threads",
 )  # fmt: skip
-# What changes figures that are measured and none that are learned: free, and noted.
+# Keys that change measured metrics but no trained weights: may be changed, and the change is logged.
 MEASURES = ("sampling.eval",)
-SAME_NUMBERS = {"colocated", "swapped", "hybrid", "disaggregated"}  # placements that differ in no bit
-# What a checkpoint is made of. All other keys may be changed with --set: the run notes it.
+SAME_NUMBERS = {"colocated", "swapped", "hybrid", "disaggregated"}  # placements with bit-identical results
+# Keys that a checkpoint depends on. All others may be changed with --set, which the run logs.
 FIXED = ("task", "model.path", "model.new", "model.lora", "model.dtype", "critic.path", "critic.shared")
-# Keys that follow from one that was set, unless the recipe says otherwise.
+# Keys whose defaults depend on another key.
 IMPLIED = {
     "placement.name": "algorithm.correction", "placement.staleness": "algorithm.correction",
     "algorithm.name": "algorithm",
@@ -43,13 +43,13 @@ IMPLIED = {
 
 
 class Run:
-    """Holds the directory's lock from `with` to its end."""
+    """A run directory, locked within `with`."""
 
     def __init__(
         self, directory: Path, recipe: BaseRecipe, *, resume: bool = False, fresh: bool = False,
         chosen: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`chosen`: keys that the user set for this start, in which a resumed run may differ from what was begun."""
+        """`chosen`: keys that the user set for this start, which a resumed run may change."""
         self.directory = directory
         self.chosen = chosen
         self.changed: dict[str, tuple[Any, Any]] = {}
@@ -77,7 +77,7 @@ class Run:
         os.close(self._lock)
 
     def resumed(self, step: int) -> None:
-        """Note that the run goes on from here, and with what other settings."""
+        """Log that the run resumes at `step`, and the settings that changed."""
         self.events.note(RESUME, step=step)
         for key, (old, new) in self.changed.items() if step else ():
             self.events.note(CHANGED, step=step, key=key, old=old, new=new)
@@ -97,8 +97,8 @@ class Run:
             return
         if not self.resume:
             raise RunError(
-                f"{self.directory} already holds a run: --resume goes on with it, --fresh starts it over, "
-                "--out names another directory"
+                f"{self.directory} already contains a run: --resume continues it, --fresh starts over, --out sets "
+                "another directory"
             )
         before = parse_recipe(tomllib.loads(stored.read_text()), str(stored))
         self.changed = differences(before, self.recipe, MAY_CHANGE_ON_RESUME)
@@ -109,15 +109,17 @@ class Run:
         write_atomically(stored, to_toml(self.recipe))
 
     def _check_change(self, key: str, old: Any, new: Any) -> None:
-        what = f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
+        what = f"cannot resume {self.directory}: it was started with {key} = {old!r}, and the recipe has {new!r}"
         if any(_within(key, fixed) for fixed in FIXED):
-            raise RunError(f"{what}, which its checkpoints do not fit; --fresh starts it over, --out names another")
+            raise RunError(
+                f"{what}, which does not fit its checkpoints; --fresh starts over, --out sets another directory"
+            )
         chosen = [*MEASURES, *self.chosen, *(IMPLIED[name] for name in self.chosen if name in IMPLIED)]
         if not any(_within(key, name) or _within(name, key) for name in chosen):
-            raise RunError(f"{what}; with --set {key}=… in the command the run goes on with the new value and notes it")
+            raise RunError(f"{what}; add --set {key}=… to the command to continue with the new value, which is logged")
 
     def _begun(self) -> bool:
-        """Whether a step was made. A run that failed before, on its data for instance, has nothing to lose."""
+        """Whether a step was completed. A run that failed before, on its data for instance, has nothing to keep."""
         if self.checkpoints.directory.exists() or self.final.exists():
             return True
         logs = self.directory.glob("events*.jsonl")

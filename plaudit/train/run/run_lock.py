@@ -1,4 +1,4 @@
-"""The lock of a run directory: one writer at a time. It goes with the file, also when the process is killed."""
+"""The lock of a run directory: one writer at a time. The OS releases it even if the process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plaudit.errors import RunBusy, StorageError
 
 
 def locked(directory: Path) -> int:
-    """Make the directory and hold its lock until the descriptor that this returns is closed."""
+    """Create the directory and lock it until the returned file descriptor is closed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -22,7 +22,7 @@ def locked(directory: Path) -> int:
         holder = os.pread(lock, 32, 0).decode() or "unknown"
         os.close(lock)
         raise RunBusy(
-            f"{directory} is in use by process {holder}; wait for it, or name another directory with --out"
+            f"{directory} is in use by process {holder}; wait for it, or set another directory with --out"
         ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)

@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT as a wish to stop, which a loop grants when its state can be saved.
+"""SIGTERM and SIGINT as stop requests, which a loop honours when its state can be saved.
 
-A wait may be long: for a server that is away, for rollouts of another process. What is left at once when a signal
-comes, because nothing has changed yet that a checkpoint would miss, runs in `leave_on_signal`.
+Waits for an unreachable server or for rollouts of another process may be long. A block in `leave_on_signal` is
+interrupted at once, because it has not changed any state that a checkpoint would miss.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from types import FrameType
 
 from plaudit.errors import RunError
 
-LAST_SECONDS = 3.0  # for a server that the saving of the state needs, once a signal has come
+LAST_SECONDS = 3.0  # after a signal: timeout for a server that is needed to save the state
 
 
 class Interrupted(RunError):
-    """SIGTERM or SIGINT came."""
+    """SIGTERM or SIGINT was received."""
 
 
 class StopRequest:
-    """True when a signal has come; a second one ends the process at once."""
+    """True after a signal; a second one ends the process at once."""
 
     def __init__(self) -> None:
-        self.came: str | None = None
+        self.signal_name: str | None = None
         self.leaving = 0
         self.granted = False
 
     def __bool__(self) -> bool:
-        return self.came is not None
+        return self.signal_name is not None
 
     def leave(self) -> None:
-        if self.came is not None and self.leaving and not self.granted:
-            self.granted = True  # what follows saves the state, and is not left
-            raise Interrupted(f"stopped by {self.came}")
+        if self.signal_name is not None and self.leaving and not self.granted:
+            self.granted = True  # saving the state, which follows, is not interrupted
+            raise Interrupted(f"stopped by {self.signal_name}")
 
 
 _current: StopRequest | None = None
@@ -49,10 +49,10 @@ def interruptible() -> Iterator[StopRequest]:
 
     def remember(number: int, _: FrameType | None) -> None:
         signal.signal(number, before[signal.Signals(number)])
-        request.came = signal.Signals(number).name
+        request.signal_name = signal.Signals(number).name
         request.leave()
 
-    # Python hears signals in the main thread alone: a run in another one goes on until it ends.
+    # Python delivers signals to the main thread only: a run in another thread continues to its end.
     signals = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, remember) for number in signals}
     _current = request
@@ -66,8 +66,8 @@ def interruptible() -> Iterator[StopRequest]:
 
 @contextmanager
 def leave_on_signal(allowed: bool = True) -> Iterator[None]:
-    """Raises Interrupted in this block when a signal comes, or has come. Elsewhere than in the main thread, and where
-    it is not `allowed`, the block runs to its end."""
+    """Raise Interrupted within this block on a signal, or if one was received before. Outside the main thread, or if
+    not `allowed`, the block runs to its end."""
     request = _current
     if request is None or not allowed or threading.current_thread() is not threading.main_thread():
         yield
@@ -81,7 +81,7 @@ def leave_on_signal(allowed: bool = True) -> Iterator[None]:
 
 
 def request_stop() -> bool:
-    """SIGTERM to this process, from any thread. False, and none, where no loop is there yet that could save a state."""
+    """Send SIGTERM to this process, from any thread. Return False, without a signal, if no training loop runs yet."""
     if _current is None:
         return False
     os.kill(os.getpid(), signal.SIGTERM)
@@ -93,5 +93,5 @@ def stop_requested() -> bool:
 
 
 def patience_left(seconds: float) -> float:
-    """How long a server may be waited for: once a signal has come, not for long."""
+    """Return the timeout for a server: short after a stop request."""
     return min(seconds, LAST_SECONDS) if _current else seconds

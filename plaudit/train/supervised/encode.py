@@ -1,4 +1,4 @@
-"""Rows to examples. Prompt, response and steps are tokenised apart, so positions of steps are known, not guessed."""
+"""Encodes rows to examples. Prompt, response and steps are tokenised separately, so step positions are exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.longest = longest
         self.way_to_more = way_to_more
-        # What the tokenizer itself puts before a text: its begin token, or nothing.
+        # The tokens that the tokenizer puts before a text: BOS, or none.
         added = tokenizer.encode("")
         self.begin = added[:1] if added[:1] == [tokenizer.bos_token_id] else []
         # In a world the same steps come again and again.
@@ -43,7 +43,7 @@ class Encoder:
         most = _longest(example)
         if most > self.longest:
             cure = f"shorten or remove it{self.way_to_more}"
-            raise DataError(f"{row.origin}: {most} tokens, but the model takes {self.longest}; {cure}")
+            raise DataError(f"{row.origin}: {most} tokens exceed the model's {self.longest}; {cure}")
         return example
 
     def _example(self, row: Row) -> Example:
@@ -88,7 +88,7 @@ class Encoder:
         prompt, chosen, rejected = self._prompt(row), row.text("chosen"), row.text("rejected")
         if chosen == rejected:
             raise DataError(
-                f"{row.origin}: chosen and rejected are both {chosen[:40]!r}: remove the line, it says nothing"
+                f"{row.origin}: chosen and rejected are both {chosen[:40]!r}: remove the row, it has no preference"
             )
         return Preferred(tuple(prompt), tuple(self._finished(chosen)), tuple(self._finished(rejected)))
 
@@ -96,8 +96,8 @@ class Encoder:
         label = row.fields.get("label")
         if not isinstance(label, bool):
             raise DataError(
-                f"{row.origin}: needs a 'label', true or false, found {label!r}; its keys are {sorted(row.fields)}; "
-                "for pairs of chosen and rejected take algorithm.name = dpo, ipo, orpo or simpo"
+                f"{row.origin}: needs a 'label', true or false, got {label!r}; its keys are {sorted(row.fields)}; "
+                "for pairs of chosen and rejected set algorithm.name = dpo, ipo, orpo or simpo"
             )
         return Labelled(tuple(self._prompt(row)), tuple(self._finished(row.text("response"))), label)
 
@@ -115,9 +115,9 @@ class Encoder:
         tokens, ends = self._prompt(row), []
         for step, label in zip(steps, labels, strict=True):
             if not isinstance(step, str) or not step:
-                raise DataError(f"{row.origin}: each step must be a text that is not empty, found {step!r}")
+                raise DataError(f"{row.origin}: each step must be a non-empty text, got {step!r}")
             if not isinstance(label, int | float) or not 0 <= label <= 1:
-                raise DataError(f"{row.origin}: each label must be between 0 and 1, found {label!r}")
+                raise DataError(f"{row.origin}: each label must be between 0 and 1, got {label!r}")
             tokens += self._step(step)
             ends.append(len(tokens) - 1)
         if row.fields.get("finished", True):

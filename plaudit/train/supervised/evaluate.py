@@ -1,4 +1,4 @@
-"""What a trained model can do, measured on held-out items and, in a world, against the truth."""
+"""Evaluation of a trained model on held-out items and, in a world, against the truth."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ WORLDS = ("sums", "sums-hard")
 
 
 def policy_accuracy(loaded: Loaded, world: Sums, problems: int, seed: int) -> dict[str, float]:
-    """The share of held-out problems answered right: sampled at temperature 1, and greedily."""
+    """Return the accuracy on held-out problems: sampled at temperature 1, and greedy."""
     questions = world.heldout(problems)
-    # The engine's seed, not the requests': one seed for all of them would have all problems share their luck.
+    # The engine's seed, not the requests': with one seed for all requests the problems' samples would be correlated.
     engine = Engine(loaded.module, loaded.tokenizer, seed=seed)
     figures = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
@@ -49,7 +49,7 @@ def evaluate_policy(loaded: Loaded, seed: int, problems: int, worlds: Sequence[s
 
 
 def evaluate_comparisons(reader: Reader, examples: Sequence[Example]) -> dict[str, float]:
-    """How many pairs are ordered as they should be; a tie is half right."""
+    """Return the pair accuracy; a tie counts half."""
     chosen, rejected = _pair_scores(reader, examples)
     lead, both = chosen - rejected, np.concatenate([chosen, rejected])
     return {
@@ -61,7 +61,7 @@ def evaluate_comparisons(reader: Reader, examples: Sequence[Example]) -> dict[st
 
 
 def evaluate_ratings(reader: Reader, examples: Sequence[Example], algorithm: Regression) -> dict[str, float]:
-    """Mean squared error and correlation of each attribute, over the ratings that were given."""
+    """Return mean squared error and correlation per attribute, over the given ratings."""
     rated = _of(examples, Rating)
     scores = reader.read(
         rated,
@@ -86,8 +86,8 @@ def evaluate_steps(reader: Reader, examples: Sequence[Example]) -> dict[str, flo
 
 
 def accepted_errors(reader: Reader, examples: Sequence[Example]) -> float:
-    """The share of wrong solutions that a judge does not see: a pair whose wrong response scores at least as high as
-    the right one, steps of which the first wrong one is given more than 0.5."""
+    """Return the fraction of wrong solutions that the reward model misses: pairs whose wrong response scores at least
+    as high as the right one, or solutions whose first wrong step scores above 0.5."""
     if isinstance(examples[0], Comparison):
         chosen, rejected = _pair_scores(reader, examples)
         return float(np.mean(rejected >= chosen))
@@ -108,7 +108,7 @@ def _pair_scores(reader: Reader, examples: Sequence[Example]) -> tuple[Floats, F
 
 
 def _step_chances(reader: Reader, examples: Sequence[Example]) -> tuple[list[Floats], list[Floats]]:
-    """For each solution, how likely each step is right, and which steps are."""
+    """Return, for each solution, the probability that each step is right, and which steps are."""
 
     def chances(_: Sequence[StepTargets], places: Places, hidden: Tensor) -> Tensor:
         return head_scores(reader.model, places, hidden).softmax(-1)[:, 1]
@@ -120,7 +120,8 @@ def _step_chances(reader: Reader, examples: Sequence[Example]) -> tuple[list[Flo
 
 
 def auc(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
-    """The chance that a true item scores above a false one; a tie is half. NaN if either kind is missing."""
+    """Return the probability that a true item scores above a false one; a tie counts half. NaN if a class is
+    missing."""
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives or not negatives:
         return float("nan")

@@ -1,4 +1,4 @@
-"""What a learner learns from: token ids and targets, ready to be packed."""
+"""Training examples: token ids and targets, ready to be packed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """One number per attribute; NaN where none was given."""
+    """One number per attribute; NaN for missing ratings."""
 
     tokens: tuple[int, ...]
     ratings: tuple[float, ...]
@@ -31,7 +31,7 @@ class Rating:
 
 @dataclass(frozen=True, slots=True)
 class StepTargets:
-    """`ends[i]` is the index of the token that ends step i, `targets[i]` the chance that the step is sound."""
+    """`ends[i]` is the index of the token that ends step i, `targets[i]` the probability that the step is right."""
 
     tokens: tuple[int, ...]
     ends: tuple[int, ...]
@@ -40,7 +40,7 @@ class StepTargets:
 
 @dataclass(frozen=True, slots=True)
 class Preferred:
-    """Two responses to a prompt for a policy to learn from. `reference`: the log-probs of both at the start."""
+    """A preference pair for a policy. `reference`: the log-probs of both responses under the initial policy."""
 
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What is learned: each objective turns examples into a summed loss and the count it is to be divided by.
+"""Training objectives: each computes a summed loss of examples, and the count to divide it by.
 
 The learner divides by the count of the whole batch, so the gradient is the same however the batch is split.
 """
@@ -23,24 +23,24 @@ from plaudit.train.supervised.reader import Places, Reader, target_logprobs
 
 class Objective(Protocol):
     def count(self, examples: Sequence[Example]) -> int:
-        """How many things the loss is a mean of."""
+        """Return the denominator of the mean loss."""
 
     def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
-        """What goes through the model of them, and where it is read."""
+        """Pack the model's input, with the positions to read."""
 
     def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
-        """The loss summed over those things, by the final hidden states of what was packed."""
+        """Return the summed loss from the final hidden states of the packed input."""
 
     def begin(self, reader: Reader, batch: Sequence[Example]) -> None:
-        """Look at a whole batch, if the loss of a part depends on the others."""
+        """Prepare a whole batch, if the loss of an example depends on others."""
         return
 
     def note(self) -> None:
-        """The last loss counts: keep what was seen of it."""
+        """Record the metrics of the last loss."""
         return
 
     def figures(self, group: Group) -> dict[str, float]:
-        """What was seen since `begin`, besides the loss, by all ranks of the group."""
+        """Return the metrics since `begin`, besides the loss, over all ranks of the group."""
         return {}
 
 
@@ -143,7 +143,7 @@ def _at(reader: Reader, sequences: Sequence[Sequence[int]], ends: Sequence[Seque
 
 
 def head_scores(model: nn.Module, places: Places, hidden: Tensor) -> Tensor:
-    """(places, labels). Scores decide what a policy becomes: their head is always float32."""
+    """Return scores (places, labels). The head is always float32."""
     head = model.score
     assert isinstance(head, nn.Linear)
     bias = None if head.bias is None else head.bias.float()

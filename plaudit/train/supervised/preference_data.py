@@ -40,7 +40,7 @@ Base = Callable[[], AbstractContextManager[nn.Module]]
 
 
 class PreferenceExamples:
-    """`base` gives the policy as it was at the start, for as long as it is needed."""
+    """`base` loads the initial policy while it is needed."""
 
     def __init__(
         self, recipe: PreferenceRecipe, directory: Path, encode: Encoder, base: Base, ranks: Ranks = ALONE
@@ -76,7 +76,7 @@ class PreferenceExamples:
 
 
 def write_samples(recipe: PreferenceRecipe, directory: Path, loaded: Loaded) -> str:
-    """Pairs, or labelled responses, of the policy's own answers to a world's problems. Says what came out."""
+    """Pairs, or labelled responses, of the policy's own answers to a world's problems. Return a summary."""
     data = recipe.data
     assert data.world is not None
     world = get_world(data.world, recipe.seed, data.sums)
@@ -98,13 +98,15 @@ def write_samples(recipe: PreferenceRecipe, directory: Path, loaded: Loaded) -> 
         ]
         right += sum(s.reward == 1 for s in judged)
         rows += pairs_of(judged, data.pairs) if recipe.algorithm.method.pairs else _labels(judged)
-    said = f"{len(rows)} rows of {len(samples)} responses to {len(problems)} problems, {right / len(samples):.1%} right"
+    tally = (
+        f"{len(rows)} rows of {len(samples)} responses to {len(problems)} problems, {right / len(samples):.1%} right"
+    )
     if not rows:
-        raise DataError(f"{recipe.model.path}: {said}: no response is better than another; raise data.problems")
+        raise DataError(f"{recipe.model.path}: {tally}: no response is better than another; raise data.problems")
     (directory / FOLDER).mkdir(exist_ok=True)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(directory / FOLDER / ROWS, lines)
-    return said
+    return tally
 
 
 def _write(path: Path, known: dict[str, tuple[float, float]]) -> None:
@@ -118,12 +120,12 @@ def _labels(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _source(recipe: PreferenceRecipe, directory: Path) -> DataTable:
-    """The file with the rows: the recipe's own or, of a world, the one that `write_samples` wrote."""
+    """Return the data table of the rows: the recipe's or, for a world, the file that `write_samples` wrote."""
     if recipe.data.world is None:
         return recipe.data
     path = directory / FOLDER / ROWS
     if not path.exists():
-        raise RunError(f"{path} is gone, which the run learns from: put it back, or start over with --fresh")
+        raise RunError(f"{path} is missing and the run trains on it: restore it, or start over with --fresh")
     return recipe.data.model_copy(update={"world": None, "path": str(path)})
 
 

@@ -1,4 +1,4 @@
-"""Learning from preferences: a policy's log-probs of whole responses, and the loss of a method on them.
+"""Preference training: log-probs of whole responses under the policy, and a method's loss on them.
 
 The responses of a pair share their prompt, which is computed once; its gradient is the sum of theirs.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plaudit.algo.preference.method import Answers, Judged
+from plaudit.algo.preference.method import PreferenceBatch, Responses
 from plaudit.algo.tokens.ragged import sample_sum
 from plaudit.config import PreferenceAlgorithm
 from plaudit.core.model.attention import rows_at
@@ -35,7 +35,7 @@ class LearnPreferences(Objective):
     def __init__(self, algorithm: PreferenceAlgorithm) -> None:
         self.settings, self.method = algorithm, algorithm.method
         self.baseline = 0.0
-        self.imitated = 1.0
+        self.sft_tokens = 1.0
         self.rewards: list[tuple[Tensor, Tensor]] = []
         self.last: tuple[Tensor, Tensor]
 
@@ -46,10 +46,10 @@ class LearnPreferences(Objective):
         self.rewards = []
         if not self.method.pairs:
             self.baseline = _drift(reader, _of(batch, Labelled))
-        if self.method.imitates:
+        if self.method.has_sft_term:
             pairs = _of(batch, Preferred)
             tokens = sum(len(p.chosen) + (len(p.prompt) - 1 if self.settings.prompt_loss else 0) for p in pairs)
-            self.imitated = tokens / len(pairs)
+            self.sft_tokens = tokens / len(pairs)
 
     def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
         return pack_answers(reader, *self._answers(examples))
@@ -57,47 +57,47 @@ class LearnPreferences(Objective):
     def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
         answers, prompts_of = self._answers(examples)
         prompts, responses = answer_logprobs(model, answers, places, hidden, prompts_of)
-        judged = self._pairs(examples, prompts, responses) if self.method.pairs else self._labelled(examples, responses)
-        self.last = self._rewards(judged)
-        return self.method.loss(judged, self.settings).sum()
+        batch = self._pairs(examples, prompts, responses) if self.method.pairs else self._labelled(examples, responses)
+        self.last = self._rewards(batch)
+        return self.method.loss(batch, self.settings).sum()
 
     def _answers(self, examples: Sequence[Example]) -> tuple[list[Answer], int]:
-        """What is read of the examples, and of how many of them the prompts too."""
+        """Return the responses to score, and for how many of the first ones the prompt is scored too."""
         if not self.method.pairs:
             return [(item.prompt, item.response) for item in _of(examples, Labelled)], 0
         pairs = _of(examples, Preferred)
         sides = [(p.prompt, p.chosen) for p in pairs] + [(p.prompt, p.rejected) for p in pairs]
-        whole = bool(self.method.imitates and self.settings.prompt_loss)
+        whole = bool(self.method.has_sft_term and self.settings.prompt_loss)
         return sides, len(pairs) if whole else 0
 
-    def _pairs(self, examples: Sequence[Example], prompts: Tensor, responses: Tensor) -> Judged:
+    def _pairs(self, examples: Sequence[Example], prompts: Tensor, responses: Tensor) -> PreferenceBatch:
         pairs = _of(examples, Preferred)
         better, worse = responses[: len(pairs)], responses[len(pairs) :]
-        nll = -(better + prompts[: len(pairs)]) / self.imitated if self.method.imitates else None
-        return Judged(
+        nll = -(better + prompts[: len(pairs)]) / self.sft_tokens if self.method.has_sft_term else None
+        return PreferenceBatch(
             _answers(better, [p.chosen for p in pairs], [p.reference[0] for p in pairs]),
             _answers(worse, [p.rejected for p in pairs], [p.reference[1] for p in pairs]),
             nll=nll,
         )
 
-    def _labelled(self, examples: Sequence[Example], logp: Tensor) -> Judged:
+    def _labelled(self, examples: Sequence[Example], logp: Tensor) -> PreferenceBatch:
         items = _of(examples, Labelled)
         answers = _answers(logp, [item.response for item in items], [item.reference[0] for item in items])
         desirable = torch.tensor([item.desirable for item in items], device=logp.device)
-        return Judged(answers, desirable=desirable, baseline=self.baseline)
+        return PreferenceBatch(answers, desirable=desirable, baseline=self.baseline)
 
-    def _rewards(self, judged: Judged) -> tuple[Tensor, Tensor]:
-        reward = self.method.reward(judged.better, self.settings).detach()
-        if judged.worse is None:
-            assert judged.desirable is not None
-            return reward[judged.desirable], reward[~judged.desirable]
-        return reward, self.method.reward(judged.worse, self.settings).detach()
+    def _rewards(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+        reward = self.method.reward(batch.better, self.settings).detach()
+        if batch.worse is None:
+            assert batch.desirable is not None
+            return reward[batch.desirable], reward[~batch.desirable]
+        return reward, self.method.reward(batch.worse, self.settings).detach()
 
     def note(self) -> None:
         self.rewards.append(self.last)
 
     def figures(self, group: Group) -> dict[str, float]:
-        """By the reward that the policy stands for: how often, and by how much, the better response is ahead."""
+        """Return metrics of the implicit reward: pair accuracy and margin."""
         better, worse = (group.concatenate([each[side] for each in self.rewards]).numpy() for side in (0, 1))
         if self.method.pairs:
             ahead = float(np.mean((better > worse) + 0.5 * (better == worse)))
@@ -171,12 +171,12 @@ def _drift(reader: Reader, items: Sequence[Labelled]) -> float:
     return max(0.0, (logp.double() - reference).mean().item())
 
 
-def _answers(logp: Tensor, responses: Sequence[Sequence[int]], reference: Sequence[float]) -> Answers:
+def _answers(logp: Tensor, responses: Sequence[Sequence[int]], reference: Sequence[float]) -> Responses:
     length, at_first = (
         torch.tensor(values, dtype=logp.dtype, device=logp.device)
         for values in ([len(r) for r in responses], reference)
     )
-    return Answers(logp, length, at_first)
+    return Responses(logp, length, at_first)
 
 
 def _of(examples: Sequence[Example], kind: type[E]) -> list[E]:

@@ -42,7 +42,7 @@ ON_LONG_CHAINS = ("pair_accuracy", "step_auc", "first_wrong_f1")
 
 
 class Shown(Protocol):
-    """What a person sees of a run at work."""
+    """Displays the progress of a run."""
 
     def bar(self, done: int, total: int) -> AbstractContextManager[None]: ...
 
@@ -106,14 +106,14 @@ class SupervisedTraining:
             with self.model.whole() as loaded:
                 if loaded is not None:
                     self.progress.note(write_samples(recipe, directory, loaded))
-            self.ranks.everyone.barrier()  # the main rank has written them; now the others may read
+            self.ranks.everyone.barrier()  # the main rank has written them, now the others may read
         data = PreferenceExamples(
             recipe, directory, self.encode, lambda: self.model.at_start(resumed), self.ranks
         )  # fmt: skip
         self.example, self.heldout = data.train, data.heldout
 
     def fit(self) -> dict[str, Any]:
-        """Train to the last step, save the model, and return the final figures."""
+        """Train to the last step, save the model, and return the final metrics."""
         steps = self.recipe.train.steps
         plan: dict[str, Any] = {"steps": steps, "clip_norm": self.recipe.train.clip_norm}
         if self.recipe.task == "preference":
@@ -129,16 +129,16 @@ class SupervisedTraining:
                 self.seconds = time.monotonic() - begin
                 self.run.events.metric(metrics, step=self.step)
                 self.progress.step(self.step, metrics)
-                if self.ranks.everyone.size == 1:  # others would wait without knowing for what
-                    begin += PAUSE.hold(interrupted)
+                if self.ranks.everyone.size == 1:  # other ranks would wait without knowing why
+                    begin += PAUSE.wait(interrupted)
                 if self.ranks.everyone.any(bool(interrupted)):
                     self.save_checkpoint()
-                    raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume goes on")
+                    raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume continues")
                 if self.step % self.recipe.train.eval_every == 0 and self.step < steps:
                     self.evaluate(quick=True)
                 if self.step % self.recipe.train.checkpoint.every == 0:
                     self.save_checkpoint()
-        self.model.save_final(self.run.final)  # first: nothing that was learned depends on whether it can be measured
+        self.model.save_final(self.run.final)  # first, so that a failed evaluation cannot lose it
         figures = self.evaluate(quick=False)
         summary = {"task": self.recipe.task, "seed": self.recipe.seed, "steps": steps, **figures}
         if ACCURACY in self.before:
@@ -149,7 +149,7 @@ class SupervisedTraining:
         return summary
 
     def evaluate(self, quick: bool, worlds: Sequence[str] = WORLDS) -> dict[str, float]:
-        """Held-out figures. A quick look leaves out long chains and what needs generation."""
+        """Return held-out metrics. `quick` skips long chains and generation."""
         module = self.model.module
         module.eval()
         with self.run.events.span("evaluate", step=self.step):
