@@ -47,7 +47,7 @@ def test_several_samples_are_json_lines_and_the_seed_decides_them(tmp_path: Path
     ("arguments", "message"),
     [
         (["1+2=", "--temperature", "-1"], "temperature is -1.0, and must be from 0 to 100"),
-        (["1+2=", "--model", "sums"], "holds a reward model, expected a policy model"),
+        (["1+2=", "--model", "sums"], "contains a reward model, expected a policy model"),
         (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:1: not JSON"),
     ],
 )

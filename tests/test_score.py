@@ -186,7 +186,7 @@ def test_a_server_that_is_on_its_way_is_waited_for(tmp_path: Path, capsys: pytes
         )
         said = ""
         until = time.monotonic() + 60
-        while "waiting for it, for 120 s" not in said and time.monotonic() < until:
+        while "waiting for it for 120 s" not in said and time.monotonic() < until:
             said += capsys.readouterr().err
             time.sleep(0.05)
         assert f"no server answers at http://127.0.0.1:{port}" in said

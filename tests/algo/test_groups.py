@@ -91,5 +91,5 @@ def test_what_dynamic_sampling_drops_has_no_advantage(rows: list[tuple[int, floa
 def test_overlong_penalty_by_hand() -> None:
     penalty = overlong_penalty((0, 80, 81, 90, 100, 101, 500), limit=100, buffer=20, factor=2.0)
     assert penalty.tolist() == pytest.approx([0, 0, -0.1, -1, -2, -2, -2])
-    with pytest.raises(ValueError, match="expected 1 to 100"):
+    with pytest.raises(ValueError, match="expected 1 to the length limit, 100"):
         overlong_penalty((1,), limit=100, buffer=101)

@@ -62,7 +62,7 @@ def test_the_table_says_what_moves_nothing() -> None:
     assert "disk" in shown
     assert "80%" in shown
     assert "–" in shown
-    assert "The machine was busy (load 7.5 before this began)" in shown
+    assert "The machine was busy (load 7.5 before the start)" in shown
 
 
 @pytest.mark.slow

@@ -147,5 +147,5 @@ def test_what_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
 
 
 def test_heads_that_would_kill_vllm_are_refused_before_it_is_started(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"attention heads of \[20\], and vLLM on a CPU takes 32"):
+    with pytest.raises(ConfigError, match=r"attention heads of \[20\], and vLLM on a CPU supports 32"):
         train(tmp_path / "run", Silent(), engine={"name": "vllm", "python": "python"})

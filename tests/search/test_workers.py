@@ -82,7 +82,7 @@ def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     pool = SearchWorkers([recipe(2)])
     try:
         os.kill(pool._workers[1].child.pid, signal.SIGSTOP)
-        with pytest.raises(RunError, match="search process 2 gave no sign of life and was ended"):
+        with pytest.raises(RunError, match="search process 2 sent no heartbeat and was killed"):
             list(pool.lines(pool.questions()))
     finally:
         pool.close()

@@ -287,7 +287,7 @@ def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
     config.write_text('[models.sums]\npath = "sums"\ntensor_parallel = 2\njoin_seconds = 2.0\n')
     code, line = ended(*start(tmp_path, free_port(), 0, "--config", str(config), "--port", "0"))
     assert code == 2
-    assert "rank 1 of 2 did not join within 2 s: is its node up" in line
+    assert "rank 1 of 2 did not join within 2 s: check that its node is up" in line
 
 
 @pytest.mark.slow

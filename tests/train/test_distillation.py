@@ -165,7 +165,9 @@ def test_a_table_that_cannot_work_is_refused(table: dict[str, Any], said: str) -
 
 
 def test_a_server_gives_no_log_probs_at_other_temperatures() -> None:
-    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.7, and the server of algorithm.teachers.a gives"):
+    with pytest.raises(
+        ConfigError, match=r"sampling.temperature = 0.7, and the server of algorithm.teachers.a returns"
+    ):
         recipe(algorithm=algorithm({"a": {"url": "http://y"}}), sampling={"temperature": 0.7})
 
 

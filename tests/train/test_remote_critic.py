@@ -157,7 +157,7 @@ def test_a_worker_that_dies_costs_a_repetition_or_ends_the_run(server: CriticPro
         assert server.state()["updates"] == critic.updates == 2
         server.workers()[0].kill()
         time.sleep(0.5)
-        with pytest.raises(CriticFailed, match=r"1 updates that were not saved.*--resume"):
+        with pytest.raises(CriticFailed, match=r"1 unsaved updates are lost.*--resume"):
             critic.update(experience(), 0)
         critic.load(tmp_path)
         assert critic.updates == 1
