@@ -89,7 +89,7 @@ bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
 BENCHMARKS = arrival_rates async_vs_sync attacks broadcast core_cpu encoders failures methods_vs_trl nemo_load planner_own planner_validation rank_memory replicas \
-	rl_vs_trl search search_lanes search_throughput search_variants serving train_rank_memory update_memory
+	rl_vs_trl search search_lanes search_throughput search_variants search_vs_vllm serving train_rank_memory update_memory
 
 # The same on a GPU; the chains of plaudit/recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
 bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed

@@ -75,6 +75,21 @@ def latency(milliseconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
+def search_vs_vllm(record: Record) -> str:
+    """Seconds a question by phase: what a search does beside its two models is the rest."""
+    heads = ("tokens a step", "search by", "seconds a question", "policy", "process model", "tokens/s", "times as fast")
+    rows = []
+    for name, x in record["works"].items():
+        for side, title in (("vllm", "search-and-learn's loop over vLLM"), ("plaudit", "`plaudit search`")):
+            run = x[side]
+            phases = [f"{run['phases'][phase] / record['questions']:.2f}" for phase in ("generate", "score")]
+            rows.append(
+                (name.removeprefix("steps of "), title, f"{run['seconds'] / record['questions']:.2f}", *phases,
+                 f"{run['tokens'] / run['seconds']:,.0f}", f"{x['ratio']:.2f}" if side == "plaudit" else "")
+            )  # fmt: skip
+    return table(heads, rows)
+
+
 def serving(record: Record) -> str:
     """Each server by its fastest setting; PyTriton without a model by itself."""
     heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "target")
@@ -338,6 +353,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and
     "serving_gpu": ("benchmarks/serving.md", serving_gpu),
     "nemo_load": ("protocols/nemo-aligner.md", nemo_load),
     "search_throughput": ("benchmarks/search.md", throughput),
+    "search_vs_vllm": ("benchmarks/search.md", search_vs_vllm),
     "rl_vs_trl": ("benchmarks/rl.md", rl_vs_trl),
     "methods_vs_trl": ("benchmarks/rl.md", methods_vs_trl),
     "update_memory": ("benchmarks/rl.md", update_memory),
