@@ -118,7 +118,10 @@ def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], 
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ({"tensor_parallel": 8}, r"2 key-value heads do not divide by tensor_parallel = 8 \(4 / 8 = 0.5, 2 / 8 = 0.25"),
+        (
+            {"tensor_parallel": 8},
+            r"2 key-value heads are not divisible by tensor_parallel = 8 \(4 / 8 = 0.5, 2 / 8 = 0.25",
+        ),
         ({"tensor_parallel": 3}, r"4 attention heads .* tensor_parallel = 3 \(4 / 3 = 1.33333, 2 / 3 = 0.66"),
         ({"pipeline_parallel": 3}, r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667"),
     ],
@@ -141,7 +144,7 @@ def test_experts_that_do_not_divide_are_refused_with_the_equation(family: str, t
     config = type(CONFIGS[family])(**{**SIZES, **other, **count}, head_dim=8)
     save(AutoModelForCausalLM.from_config(config), load_tokenizer(resolve("sums-policy")), tmp_path / "model")
     tables: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "placement": DISAGGREGATED}
-    says = r"resources\.rollout: 4 experts cannot be dealt out to tensor_parallel = 3 ranks: 4 / 3 = 1\.33333"
+    says = r"resources\.rollout: 4 experts are not divisible by tensor_parallel = 3: 4 / 3 = 1\.33333"
     with pytest.raises(ConfigError, match=says):
         check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 3}}))
     two = {"resources": {"rollout": {"tensor_parallel": 2}}}

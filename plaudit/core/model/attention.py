@@ -228,9 +228,7 @@ class Layout:
         for group in self.groups:
             size = group.queries.numel()
             here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-            width = (
-                group.keys.shape[1] * (keys[0].numel() + values[0].numel()) * keys.itemsize
-            )  # elements that one row gathers
+            width = group.keys.shape[1] * (keys[0].numel() + values[0].numel()) * keys.itemsize  # bytes per row
             for some in torch.split(here, max(1, GATHERED // width)) if len(here) else ():
                 at = place[some] - start
                 rows = group.keys[at // group.queries.shape[1]]
