@@ -219,6 +219,6 @@ def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
     if placement.get("delta"):
         assert all(0.5 < seen["publish/share"] <= 1 for seen in found.seen), "of float32 nearly all changes in a step"
     assert len(found.warnings) == strike
-    assert all("it is started again" in warning for warning in found.warnings)
+    assert all("it is restarted" in warning for warning in found.warnings)
     psutil.wait_procs(engine_ranks(), timeout=60)
     assert not engine_ranks(), "they end with the run"

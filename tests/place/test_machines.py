@@ -331,5 +331,5 @@ def test_a_machine_that_is_asked_to_leave_stays_until_the_trainer_has_saved(tmp_
     assert trainer.ended(ENDS_WITHIN) == 2, trainer.report
     assert "stopped by SIGTERM" in trainer.report
     assert engine.ended(ENDS_WITHIN) == 128 + signal.SIGTERM
-    assert "is started again" not in trainer.report
+    assert "is restarted" not in trainer.report
     assert list((run / "checkpoints").glob("step-*"))

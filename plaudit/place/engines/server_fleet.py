@@ -141,7 +141,7 @@ class ServerFleet:
                 engine.version = None
                 self.pool.regain(engine.name)
             return
-        self.warn(f"{engine.name} is started again; it was lost: {why}")
+        self.warn(f"{engine.name} is restarted; it was lost: {why}")
         engine.close()
         self.pool.remove(engine.name)
         place.engine = place.server = None
