@@ -1,4 +1,4 @@
-"""An external engine server, started in its own environment: its log is kept, and it ends with this process."""
+"""Starts an external engine server in its own environment: its log is kept, and it ends with this process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import httpx
 
 from plaudit.errors import EngineError, EngineLost
 
-LOOK_EVERY = 0.25  # seconds between two looks whether it is ready
+LOOK_EVERY = 0.25  # poll interval until it is ready
 END_SECONDS = 30.0
 
 
 class EngineServer:
-    """`url` is where it answers once `wait_ready` has returned."""
+    """`url` is its address once `wait_ready` has returned."""
 
     def __init__(
         self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None,
         cores: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`cores` are the CPUs that it may use; none named: those of this process."""
+        """`cores` are the CPUs that it may use; empty: those of this process."""
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
