@@ -82,7 +82,7 @@ class EngineServer:
     def _last_words(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line]
-        return (telling or lines or ["it said nothing"])[-1][-300:]
+        return (telling or lines or ["no output"])[-1][-300:]
 
 
 def free_port() -> int:

@@ -57,8 +57,8 @@ class VllmTarget:
         """vLLM's own names differ: missing tensors only show during loading. Later layouts must equal the first."""
         if self.layout is not None and layout.digest != self.layout.digest:
             raise WeightsRefused(
-                f"these weights have {len(layout.entries)} tensors of another layout than the "
-                f"{len(self.layout.entries)} before: an engine keeps the model it was started with"
+                f"these weights have {len(layout.entries)} tensors and another layout than the "
+                f"{len(self.layout.entries)} before: restart the engine to change its model"
             )
         self.layout = layout
 

@@ -1,7 +1,7 @@
 """Rewards in Ray actors, resources.reward.processes of them.
 
-A batch is cut into one piece per actor, in order. A piece whose actor died is given to its successor, whole: scores
-come with the piece or not at all, so that none is lost and none is there twice.
+A batch is split into one piece per actor, in order. A piece whose actor died is sent to its successor, whole: scores
+are returned for a whole piece or not at all, so that none is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewardActor:
 
     def load(self, table: RlRewardTable, directory: str) -> int:
         guard_this_process("a reward actor")
-        os.chdir(directory)  # the recipe's paths are the trainer's
+        os.chdir(directory)  # the recipe's paths are relative to the trainer's directory
         self.reward = local_reward(table)
         return os.getpid()
 
@@ -42,10 +42,10 @@ class RewardActor:
 
 
 class RayReward:
-    """The main rank's; on the others it has no actors and is asked nothing."""
+    """The main rank's; on the others it has no actors and is never called."""
 
     def __init__(self, recipe: RlRecipe, main: bool, warn: Warn) -> None:
-        """`warn` hears of every actor that was lost."""
+        """`warn` is called for every lost actor."""
         self.warn = warn
         self.table = recipe.reward
         self.ray = import_ray()
