@@ -1,4 +1,5 @@
-"""Colocated and hybrid with engines of several ranks: the ranks that train are the engines' too, each with a part."""
+"""Colocated and hybrid with engines of several ranks: the training ranks are also the engines' ranks, each with a
+shard."""
 
 from __future__ import annotations
 
