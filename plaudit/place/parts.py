@@ -1,5 +1,4 @@
-"""Colocated and hybrid with engines of several ranks: the training ranks are also the engines' ranks, each with a
-shard."""
+"""Colocated and hybrid with engines of several ranks: training ranks are also the engines' ranks."""
 
 from __future__ import annotations
 
