@@ -153,7 +153,7 @@ class AsyncRollouts:
         self.drawn = head.get("drawn", self.drawn)
         for row in rows:
             self._ready.setdefault(row["number"], []).append(from_plain(row))
-        self._equal = {number for number, group in self._ready.items() if self._tells_nothing(group)}
+        self._equal = {number for number, group in self._ready.items() if self._rewards_equal(group)}
         self._again = deque(number for number in self._order if number not in self._ready)
 
     # Internal; all but the threads' own work under the lock
@@ -222,7 +222,7 @@ class AsyncRollouts:
                 for number, group in scored.items():
                     del self._played[number]
                     self._ready[number] = group
-                    if self._tells_nothing(group):
+                    if self._rewards_equal(group):
                         self._equal.add(number)
                 self._top_up()
                 self._news.notify_all()
@@ -274,7 +274,7 @@ class AsyncRollouts:
             return None
         return Choice((kept + spare)[: self.size], kept, spare)
 
-    def _tells_nothing(self, group: Group) -> bool:
+    def _rewards_equal(self, group: Group) -> bool:
         return self.dynamic is not None and not rewards_differ(group)
 
     def _forget(self, numbers: set[int]) -> None:

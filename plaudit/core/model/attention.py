@@ -82,7 +82,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Indices:
     """Indices into tensors of shape (rows · K, ...): the queries and keys of each group, by key-value head, and where
     each packed token is in the concatenated, flattened groups."""
 
@@ -112,13 +112,13 @@ class Layout:
     angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     _tile_masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    _places: dict[int, _Places] = field(default_factory=dict)
+    _places: dict[int, _Indices] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """query (T, H, D), key and value (T, K, D) of the new tokens -> (T, H, D)."""
         keys, values = self.context(layer, key, value)
         if not rule.fused or self.exact:
-            return self._attend_plainly(query, (key, value), (keys, values), rule)
+            return self._attend_products(query, (key, value), (keys, values), rule)
         flat = []
         for i, group in enumerate(self.groups):
             if group.alone is not None:
@@ -131,13 +131,13 @@ class Layout:
             flat.append(out.flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
 
-    def _attend_plainly(
+    def _attend_products(
         self, query: Tensor, new: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], rule: Rule
     ) -> Tensor:  # fmt: skip
         """With `products`. Rows are gathered by key-value head, so that they come in the order of the products."""
         T, H, D = query.shape
         K = new[0].shape[1]
-        places = self._places_of(K)
+        places = self._indices_of(K)
         q_rows = (query * (D**-0.5 if rule.scale is None else rule.scale)).reshape(T * K, -1)
         sources = [tuple(x.flatten(0, 1) for x in each) for each in (kept, new)]
         groups: Iterable[tuple[Tensor, ...]]
@@ -158,7 +158,7 @@ class Layout:
             flat.append(out.reshape(B * K * Q, -1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], places.restore).view(T, H, -1)
 
-    def _places_of(self, heads: int) -> _Places:
+    def _indices_of(self, heads: int) -> _Indices:
         if heads not in self._places:
             by_head = torch.arange(heads, device=self.restore.device)
             queries, keys, order, done = [], [], [], 0
@@ -168,7 +168,7 @@ class Layout:
                 place = torch.arange(queries[-1].numel(), device=by_head.device).view(queries[-1].shape)
                 order.append(place.transpose(1, 2).reshape(-1, heads) + done)
                 done += place.numel()
-            self._places[heads] = _Places(queries, keys, torch.cat(order)[self.restore].flatten())
+            self._places[heads] = _Indices(queries, keys, torch.cat(order)[self.restore].flatten())
         return self._places[heads]
 
     def _attend_tiles(self, index: int, q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, rule: Rule) -> Tensor:

@@ -21,7 +21,7 @@ from plaudit.core.model.packing import pack
 WORTH = 4  # narrow if the requested rows are at most one in this many
 
 
-class _BrokenOff(Exception):
+class _LayerDone(Exception):
     """Keys and values of the last layer are stored; the rest of it is not needed."""
 
 
@@ -40,7 +40,7 @@ class _Narrow(Layout):
             return self.inner.attend(layer, query, key, value, rule)
         if self.stored is None:
             self.stored = self.inner.context(layer, key, value)
-            raise _BrokenOff
+            raise _LayerDone
         return self.inner.attend_wanted(layer, self.wanted, query, *self.stored, rule)
 
 
@@ -77,9 +77,9 @@ class WantedRows:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if self._narrowing is not narrow:  # an interrupt prevented its removal
                 return args, kwargs
-            with suppress(_BrokenOff):
+            with suppress(_LayerDone):
                 layer.forward(*args, **kwargs)
-            cut = _Cut(wanted, tokens)
+            cut = _SelectRows(wanted, tokens)
             return tuple(cut(a) for a in args), {name: cut(value) for name, value in kwargs.items()}
 
         try:
@@ -109,7 +109,7 @@ class WantedRows:
         return part.shape == whole.shape and bool((part - whole).abs().max() <= tolerance * whole.abs().max())
 
 
-class _Cut:
+class _SelectRows:
     """Selects the requested rows of anything of shape (1, T, ...)."""
 
     def __init__(self, wanted: Tensor, tokens: int) -> None:

@@ -80,7 +80,7 @@ class CollectiveChannel:
     def _publish(
         self, layout: Layout, pairs: Iterator[tuple[str, Tensor]], exchange: Exchange, wires: Sequence[Wire]
     ) -> Publication:
-        group = self._met(exchange, wires, layout)
+        group = self._joined_group(exchange, wires, layout)
         exchange.tell(wires, layout, CollectiveTake(group.id, exchange.left))
         checksum = Checksum()
         try:
@@ -94,7 +94,7 @@ class CollectiveChannel:
         extra = largest + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
+    def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
         """A group of exactly these receivers: the existing one, or a new one."""
         group = self._group
         have = None if group is None else group.id
@@ -173,7 +173,7 @@ class _Arrivals:
         self.extra_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        under_way = _UnderWay()
+        under_way = _InFlight()
         for entries in self.layout.buckets(BUCKET_BYTES):
             flat, own = self._memory(entries)
             if not own:
@@ -208,7 +208,7 @@ class _Bucket(NamedTuple):
     flat: Tensor
 
 
-class _UnderWay:
+class _InFlight:
     """Broadcasts in flight, in order, each with the bucket that it completes, if that has separate memory.
 
     full          whether the limit in flight is reached
@@ -246,7 +246,7 @@ def _send(
     group: ChannelGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
 ) -> int:
     """Send all tensors, in buckets; returns the peak memory of copies."""
-    under_way = _UnderWay()
+    under_way = _InFlight()
     for bucket in layout.buckets(BUCKET_BYTES):
         tensors = [next(pairs)[1] for _ in bucket]
         flat = _packed(bucket, tensors, group.device)

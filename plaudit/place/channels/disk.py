@@ -69,7 +69,7 @@ class DiskChannel:
         try:
             self._spare.mkdir(parents=True, exist_ok=True)
             checksum = Checksum()
-            with open(self._spare / WEIGHTS, "wb", buffering=0, opener=_over) as file:
+            with open(self._spare / WEIGHTS, "wb", buffering=0, opener=_reopened) as file:
                 _write_whole(file, header(weights.layout))
                 for _, tensor in pairs:
                     for chunk in _chunks(tensor.cpu()):
@@ -160,7 +160,7 @@ def _read(
         yield entry.name, tensor, own
 
 
-def _over(path: str, flags: int) -> int:
+def _reopened(path: str, flags: int) -> int:
     """Opens an existing file without truncating it first."""
     return os.open(path, flags & ~os.O_TRUNC, 0o644)
 

@@ -172,14 +172,14 @@ def _within(cut: Cut, shape: Sequence[int], places: Tensor, numbers: Tensor) -> 
 def _check_names(coming: Iterable[str], mine: Iterable[str]) -> None:
     coming, mine = set(coming), set(mine)
     if missing := sorted(mine - coming):
-        raise WeightsRefused(f"the weights lack {missing[0]!r}{_more(missing)}, which the engine has")
+        raise WeightsRefused(f"the weights lack {missing[0]!r}{_others(missing)}, which the engine has")
     if unknown := sorted(coming - mine):
         raise WeightsRefused(
-            f"the weights have {unknown[0]!r}{_more(unknown)}, which the engine lacks; {nearest(unknown[0], mine)}"
+            f"the weights have {unknown[0]!r}{_others(unknown)}, which the engine lacks; {nearest(unknown[0], mine)}"
         )
 
 
-def _more(names: list[str]) -> str:
+def _others(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 

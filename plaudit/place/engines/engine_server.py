@@ -62,7 +62,7 @@ class EngineServer:
         """Raise if the process has ended."""
         code = self._process.poll()
         if code is not None:
-            raise EngineLost(f"{self.name} ended with exit {code}: {self._last_words()} (whole log: {self.log})")
+            raise EngineLost(f"{self.name} ended with exit {code}: {self._last_log_line()} (whole log: {self.log})")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -79,7 +79,7 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line]
         return (telling or lines or ["no output"])[-1][-300:]

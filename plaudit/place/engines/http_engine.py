@@ -135,7 +135,7 @@ class HttpEngine(ABC):
         version = self.version
         if version is None:
             raise StaleWeights(f"{self.name} has received no weights yet: publish weights before generating")
-        replies = asyncio.run(self._ask_all(prompts, params))
+        replies = asyncio.run(self._request_all(prompts, params))
         self.check_state()
         samples = []
         for group, (prompt, options, reply) in enumerate(zip(prompts, params, replies, strict=True)):
@@ -218,7 +218,7 @@ class HttpEngine(ABC):
         except httpx.TransportError as error:
             raise self.lost(error) from error
         if reply.status_code != 200:
-            raise EngineError(f"{self.name} answered {method} {path} with {reply.status_code}: {_words(reply)}")
+            raise EngineError(f"{self.name} answered {method} {path} with {reply.status_code}: {_error_text(reply)}")
         is_json = reply.headers.get("content-type", "").startswith("application/json")
         return reply.json() if is_json and reply.content else None
 
@@ -227,7 +227,7 @@ class HttpEngine(ABC):
             self.server.check()  # raises with the reason why it ended
         return EngineLost(f"{self.name} does not answer: {type(error).__name__} {one_line(error)}")
 
-    async def _ask_all(
+    async def _request_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[dict[str, Any] | ItemError]:
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
@@ -285,10 +285,10 @@ class HttpEngine(ABC):
                     return payload
                 if reply.status_code == 400:
                     raise RequestError(
-                        f"{self.name} rejected a prompt of {len(body.get('prompt', ()))} tokens: {_words(reply)}"
+                        f"{self.name} rejected a prompt of {len(body.get('prompt', ()))} tokens: {_error_text(reply)}"
                     )
                 if reply.status_code not in AGAIN:
-                    raise EngineError(f"{self.name} answered with {reply.status_code}: {_words(reply)}")
+                    raise EngineError(f"{self.name} answered with {reply.status_code}: {_error_text(reply)}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, CONNECT)
 
@@ -303,7 +303,7 @@ def _finish_reason(name: str) -> FinishReason:
     return "stop" if name == "repetition" else "error"
 
 
-def _words(reply: httpx.Response) -> str:
+def _error_text(reply: httpx.Response) -> str:
     try:
         error = reply.json().get("error", reply.text)
         text = error.get("message", reply.text) if isinstance(error, dict) else str(error)

@@ -115,7 +115,7 @@ class SglangEngine(HttpEngine):
             reply = WeightReply(message.exchange, 'takes weights by disk alone: set placement.channel = "disk"')
             return plain(reply)
         try:
-            received = take_from_disk(message.body, message.layout, _Nowhere())
+            received = take_from_disk(message.body, message.layout, _Discard())
             self._load(message.body.path, message.version)
         except ChannelError as error:
             return plain(WeightReply(message.exchange, str(error)))
@@ -137,7 +137,7 @@ class SglangEngine(HttpEngine):
         self.control("POST", "/resume_memory_occupation", {})
 
 
-class _Nowhere:
+class _Discard:
     """Discards weights: they are only read."""
 
     def check(self, layout: Layout) -> None: ...

@@ -62,11 +62,11 @@ def generate_for(run: Path, wait: float, leave: Leave) -> bool:
     run, until = run.resolve(), time.monotonic() + wait
     while not leave.requested:
         if (sock := _connected(run / ENDPOINT)) is not None:
-            _say(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
+            _print(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
             with sock:
                 if Engines(sock).serve():
                     return True
-            _say(f"the trainer of {run} has disconnected: waiting {wait:g} s for the run to resume")
+            _print(f"the trainer of {run} has disconnected: waiting {wait:g} s for the run to resume")
             until = time.monotonic() + wait
         elif time.monotonic() > until:
             raise RunError(
@@ -94,7 +94,7 @@ class Engines:
                 for command in stream.feed(data):
                     match command:
                         case Accepted():
-                            _go_to(command.directory)
+                            _change_directory(command.directory)
                         case Rejected():
                             raise ConfigError(f"{command.message}: install the same on both")
                         case Begin():
@@ -133,7 +133,7 @@ def _connected(file: Path) -> socket.socket | None:
     return None
 
 
-def _go_to(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:
@@ -160,5 +160,5 @@ def gpus_of(command: Begin) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:last])}
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
     print(f"plaudit: {what}", file=sys.stderr)

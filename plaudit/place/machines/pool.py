@@ -147,7 +147,7 @@ class RolloutMachines:
             ) from error
         endpoint = TrainerEndpoint(_own_name(rollout.address), self._listener.address[1], self._listener.token.hex())
         self._file = directory / ENDPOINT
-        _write_for_us(self._file, msgspec.json.encode(endpoint))
+        _write_private(self._file, msgspec.json.encode(endpoint))
         threading.Thread(target=self._accept, daemon=True, name="machines").start()
 
     def __enter__(self) -> Self:
@@ -244,7 +244,7 @@ def _own_name(address: str | None) -> str:
     return address or (socket.gethostname() if own else master)
 
 
-def _write_for_us(path: Path, data: bytes) -> None:
+def _write_private(path: Path, data: bytes) -> None:
     """Atomic, and readable only by this user."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)

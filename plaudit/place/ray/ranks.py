@@ -53,7 +53,7 @@ class RankActor:
         os.environ.update(environment)
         sock = dial(address, token)
         over = threading.Event()
-        threading.Thread(target=_obey, args=(sock, over), daemon=True).start()
+        threading.Thread(target=_handle_stops, args=(sock, over), daemon=True).start()
         sys.stdout.flush()
         sys.stderr.flush()
         kept = os.dup(1), os.dup(2)
@@ -84,7 +84,7 @@ def _command(directory: str, arguments: list[str]) -> int:
     return 0
 
 
-def _obey(sock: socket.socket, over: threading.Event) -> None:
+def _handle_stops(sock: socket.socket, over: threading.Event) -> None:
     """Each byte is a stop request. Without the driver the rank exits."""
     with suppress(OSError):
         while sock.recv(1):
@@ -112,9 +112,9 @@ def drive(recipe: RlRecipe, arguments: Sequence[str]) -> int:
     with connected(where) as ray:
         group = place(ray, recipe)
         ranks = _start(ray, group, recipe.resources.ranks, arguments)
-        _pass_on_stops(ranks)
+        _forward_stops(ranks)
         _wait(ray, ranks)
-        code = _verdict(ranks)
+        code = _exit_code(ranks)
         sys.stdout.flush()
         sys.stderr.flush()
         if code == LOST:
@@ -146,7 +146,7 @@ def _start(ray: Any, group: Any, count: int, arguments: Sequence[str]) -> list[R
         raise RankLost(f"Ray gave no process for a rank: {one_line(error, 200)}") from error
 
 
-def _pass_on_stops(ranks: Sequence[Rank]) -> None:
+def _forward_stops(ranks: Sequence[Rank]) -> None:
     """Forwards SIGTERM as a stop request to every rank."""
 
     def tell(*_: object) -> None:
@@ -200,7 +200,7 @@ def _end(ray: Any, rank: Rank) -> None:
         rank.code, rank.died = LOST, True
 
 
-def _verdict(ranks: Sequence[Rank]) -> int:
+def _exit_code(ranks: Sequence[Rank]) -> int:
     """The overall exit code; prints the cause of a failure."""
     failed = [rank for rank in ranks if rank.code]
     if not failed:

@@ -51,7 +51,7 @@ class RayReward:
         self.ray = import_ray()
         self.group = own_group(self.ray)
         self.restarts = 0
-        self._asking = Lock()
+        self._calling = Lock()
         self._actors: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         bundles = bundles_of(recipe, "reward") if main else ()
@@ -62,7 +62,7 @@ class RayReward:
     def score(self, items: Sequence[Item]) -> list[Result]:
         if not items:
             return []
-        with self._asking:
+        with self._calling:
             groups = [place if item.group is None else item.group for place, item in enumerate(items)]
             pieces = [list(items[a:b]) for a, b in pairwise(cuts(groups, len(self._actors)))]
             pending = [

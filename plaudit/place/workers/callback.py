@@ -60,20 +60,20 @@ class CallbackListener:
     def _caller(self) -> socket.socket | None:
         """The next caller, or None if its token is wrong."""
         sock, _ = self._listening.accept()
-        if hmac.compare_digest(_shown(sock), self.token):
-            return _lasting(sock)
+        if hmac.compare_digest(_read_token(sock), self.token):
+            return _with_keepalive(sock)
         sock.close()
         return None
 
 
 def dial(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
     """The other end of a CallbackListener."""
-    sock = _lasting(socket.create_connection(address, seconds))
+    sock = _with_keepalive(socket.create_connection(address, seconds))
     sock.sendall(token)
     return sock
 
 
-def _shown(sock: socket.socket) -> bytes:
+def _read_token(sock: socket.socket) -> bytes:
     """The token that the caller sends first."""
     sock.settimeout(CALLER_SECONDS)
     shown = b""
@@ -85,7 +85,7 @@ def _shown(sock: socket.socket) -> bytes:
     return shown
 
 
-def _lasting(sock: socket.socket) -> socket.socket:
+def _with_keepalive(sock: socket.socket) -> socket.socket:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -69,7 +69,7 @@ class Fleet:
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
         pieces = self._submit(prompts, params)
         if threading.get_ident() == self._owner:
-            while not self._over(pieces):
+            while not self._wait_for_pieces(pieces):
                 self.mend()
         for _, call, _ in pieces:
             call.done.wait()
@@ -115,7 +115,7 @@ class Fleet:
             for engine, first, last in zip(self.engines, cuts, cuts[1:], strict=False)
         ]
 
-    def _over(self, pieces: Sequence[tuple[RemoteEngine, PendingCall, int]]) -> bool:
+    def _wait_for_pieces(self, pieces: Sequence[tuple[RemoteEngine, PendingCall, int]]) -> bool:
         """Waits until it is done, or an engine is lost, or an interval has passed."""
 
         def over() -> bool:

@@ -97,18 +97,18 @@ class EnginePool:
     def remove(self, name: str) -> None:
         """It finishes its current requests; then it is closed."""
         with self._lock:
-            member = self._named(name)
+            member = self._member(name)
             member.leaving = True
         self._close_if_done(member)
 
     def lose(self, name: str, why: str) -> None:
         with self._lock:
-            self._named(name).lost = why
+            self._member(name).lost = why
 
     def regain(self, name: str) -> None:
         """It answers again. Its cache is empty, and it has no weights until it is sent some."""
         with self._lock:
-            member = self._named(name)
+            member = self._member(name)
             member.lost, member.outstanding = None, 0.0
             member.read.clear()
 
@@ -166,7 +166,7 @@ class EnginePool:
             ready = [m for m in self.members if self._ready(m)]
             shares: dict[Member, list[int]] = {}
             for index in left if ready else ():
-                starts = _beginnings(prompts[index], params[index].salt)
+                starts = _prefix_hashes(prompts[index], params[index].salt)
                 member = min(ready, key=lambda m: m.outstanding - m.cached_tokens(starts))
                 member.outstanding += len(prompts[index]) - member.cached_tokens(starts) + self._expected(params[index])
                 member.remember(starts)
@@ -218,7 +218,7 @@ class EnginePool:
             self.members.remove(member)
         member.engine.close()
 
-    def _named(self, name: str) -> Member:
+    def _member(self, name: str) -> Member:
         for member in self.members:
             if member.engine.name == name:
                 return member
@@ -235,7 +235,7 @@ class EnginePool:
         return "; ".join(reasons)
 
 
-def _beginnings(prompt: Sequence[int], salt: str) -> list[int]:
+def _prefix_hashes(prompt: Sequence[int], salt: str) -> list[int]:
     """A hash for every prefix of whole blocks."""
     hashes, state = [], hash(salt)
     for end in range(BLOCK, len(prompt) + 1, BLOCK):

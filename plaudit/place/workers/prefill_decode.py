@@ -127,12 +127,12 @@ class PrefillDecode:
     def _piece(self, first: int, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
         begun = self.prefill.generate(prompts, [opening(option) for option in params])
         try:
-            done = {(s.group, s.index): s for s in begun} | self._go_on(prompts, params, begun)
+            done = {(s.group, s.index): s for s in begun} | self._continue(prompts, params, begun)
         finally:
             self._release({s.extra[KV]["id"] for s in begun if KV in s.extra})
         return [replace(without_kv(done[key]), group=first + key[0]) for key in sorted(done)]
 
-    def _go_on(
+    def _continue(
         self, prompts: list[list[int]], params: list[SamplingParams], begun: Sequence[Sample]
     ) -> dict[tuple[int, int], Sample]:
         groups = unfinished(params, begun)

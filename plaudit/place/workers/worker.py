@@ -83,7 +83,7 @@ class Worker(SocketWorker[frames.Frame]):
             case frames.WeightCall():
                 self._tell(frame.message)
             case frames.ControlCall():
-                self.send(frames.ControlReply(frame.id, self._answer(frame.what)))
+                self.send(frames.ControlReply(frame.id, self._control(frame.what)))
             case _:
                 raise ValueError(f"a rollout worker does not accept {type(frame).__name__}")
 
@@ -133,7 +133,7 @@ class Worker(SocketWorker[frames.Frame]):
             self.engine.new_version(version, self.keep)
         self.send(frames.WeightCallReply(reply))
 
-    def _answer(self, what: frames.ControlAction) -> dict[str, Any]:
+    def _control(self, what: frames.ControlAction) -> dict[str, Any]:
         match what:
             case "health":
                 (sample,) = self.engine.generate([[0]], SamplingParams(max_tokens=1, seed=0))

@@ -106,7 +106,7 @@ class ReshardChannel:
 
     def _publish(self, weights: Weights, exchange: Exchange, wires: Sequence[Wire]) -> Publication:
         layout, plan = weights.layout, self._plan(weights, len(wires))
-        group = self._met(exchange, wires, layout)
+        group = self._joined_group(exchange, wires, layout)
         parts = tuple(fingerprint(needs) for needs in plan.needs)
         splits: dict[str, Any] = dict(plan.training.splits)
         training = plan.training
@@ -128,7 +128,7 @@ class ReshardChannel:
         extra = sum(outcome.extra_bytes for outcome in said) + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
+    def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
         """A group of all training ranks and these receivers: the existing one, or a new one."""
         group = self._group
         answers = exchange.ask(wires, layout, CollectivePrepare(None if group is None else group.id))
