@@ -1,4 +1,5 @@
-"""Attention over a packed row. transformers calls `packed_attention`; the `layout` it carries says who attends to whom.
+"""Attention over a packed row. transformers calls `packed_attention`; its `layout` argument determines which tokens
+attend to which.
 
 Shapes: T packed tokens, B sequences of a group, Q and S their padded query and key counts, H heads, K key-value heads,
 G = H / K, D head size.

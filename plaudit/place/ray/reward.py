@@ -88,9 +88,7 @@ class RayReward:
                         f"a reward process was lost {MOST_DEATHS} times with the same {len(items)} responses: "
                         f"{one_line(error, 160)}"
                     ) from error
-                self.warn(
-                    f"the reward actor (pid {self.pids[bundle]}) has died or does not answer: another takes its place"
-                )
+                self.warn(f"the reward actor (pid {self.pids[bundle]}) has died or does not answer: it is replaced")
                 self.ray.kill(self._actors[bundle])
                 self.pids[bundle] = self._value(self._start(bundle), LOAD_SECONDS)
                 scores = self._actors[bundle].score.remote(items)
