@@ -186,7 +186,7 @@ class Intake:
     def check_params(self, params: SamplingParams) -> frozenset[int]:
         """Check the params for this model; returns the tokens that end a sample."""
         if self.decoder.kind != "causal":
-            raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
+            raise RequestError(f"{self.decoder.name} has no vocabulary head: it can score but not generate")
         vocab = self.decoder.vocab_size
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids"):
             for token in getattr(params, name) or ():

@@ -1,18 +1,18 @@
 """Asynchronous rollouts: generation continues while the learner trains, at most `staleness` versions ahead.
 
-Prompts are asked as long as there is capacity, in prompts:
+New prompts are requested while there is capacity, in prompts:
 
     min(concurrency - running, (staleness + version + 1) × prompts_per_step - (accepted + running))
 
-where `version` is the learner's when it last came for a batch (a step makes one), and `accepted` counts all groups that
-were ever finished and kept. With dynamic sampling groups whose rewards are all equal are not kept: others are asked in
-their place. Weights that are published meanwhile reach sequences in flight, which keep their tokens; each token has the
-version it was sampled with. A sample is as old as its oldest token, and no batch holds one that is too old: that is
-checked in the samples themselves.
+where `version` is the learner's when it last requested a batch (a step makes one), and `accepted` counts all groups
+that were ever finished and kept. With dynamic sampling, groups whose rewards are all equal are not kept: others are
+requested in their place. Weights that are published meanwhile reach sequences in flight, which keep their tokens; each
+token has the version it was sampled with. A sample is as old as its oldest token, and no batch contains one that is
+too old: the samples themselves are checked.
 
-Prompts are named by their number in the data. What a prompt is sampled with depends on its number alone, as in
-`train.rollouts`; with staleness 0 a step's prompts are asked together, and the samples are those of a synchronous run,
-with dynamic sampling too, whose rounds are then asked whole.
+Prompts are identified by their number in the data. The sampling seed of a prompt depends on its number alone, as in
+`train.rollouts`; with staleness 0 a step's prompts are requested together, and the samples are those of a synchronous
+run, with dynamic sampling too, whose rounds are then requested whole.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from plaudit.train.rollouts.rollouts import Player, SampleScorer, rewards_differ
 from plaudit.train.run.clock import Clock
 
 FILE = "rollouts.jsonl"
-LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
-CLOSE_SECONDS = 5.0  # for rewards that are being asked for; nobody wants them any more
+LOOK_SECONDS = 1.0  # interval at which a waiting thread checks, in case a notification was missed
+CLOSE_SECONDS = 5.0  # for rewards in flight at close; their results are not needed any more
 Group = list[Sample]
 
 
 class Choice(NamedTuple):
-    """The prompts of the next batch; and all that were looked at for it, those whose rewards differ and the others."""
+    """The prompts of the next batch; and all that were examined for it, those whose rewards differ and the others."""
 
     numbers: list[int]
     kept: list[int]
@@ -50,10 +50,10 @@ class Choice(NamedTuple):
 
 
 class AsyncRollouts:
-    """`mend` brings engines back that were lost; it is called while this waits, when no weights are on the move.
+    """`mend` restarts lost engines; it is called while this waits, when no weights are being published.
 
-    _order    prompts that were asked and not yet learned from, in the order in which they were first asked
-    _again    those of them that must be asked anew
+    _order    prompts that were requested and not yet learned from, in the order of their first request
+    _again    those of them that must be requested again
     _used     groups that were learned from: prompts_per_step in each step
     _equal    ready groups whose rewards do not differ, with dynamic sampling
     """
@@ -81,15 +81,15 @@ class AsyncRollouts:
         self._again: deque[int] = deque()
         self._running: set[int] = set()
         self._played: dict[int, Group] = {}  # to be scored
-        self._ready: dict[int, Group] = {}  # scored, in the order of their end
+        self._ready: dict[int, Group] = {}  # scored, in order of completion
         self._equal: set[int] = set()
         self._failure: Exception | None = None
         self._closed = False
         self._news = threading.Condition()
-        self.scoring = threading.Lock()  # whoever uses the scorer has it
+        self.scoring = threading.Lock()  # acquired by whoever uses the scorer
         self._scorer: threading.Thread | None = None
 
-    # What the loop asks for
+    # Called by the training loop
 
     def next(self, step: int, version: int) -> Batch:
         """The samples of one step, none of them more than `staleness` versions old."""
@@ -128,11 +128,11 @@ class AsyncRollouts:
         if self._scorer is not None:
             self._scorer.join(CLOSE_SECONDS)
 
-    # What a checkpoint keeps: nothing that was asked is forgotten, nothing that was scored is asked again
+    # State for a checkpoint: requested prompts are not forgotten, scored ones are not requested again
 
     def save(self, directory: Path) -> None:
         with self._news:
-            # With `drawn` as it is now: more may have been asked since the loop looked.
+            # With the current `drawn`: more may have been requested since the loop read it.
             head = {"order": list(self._order), "drawn": self.drawn, "dropped": self.dropped, "size": self.size}
             lines: list[object] = [head]
             for number, group in self._ready.items():
@@ -141,10 +141,10 @@ class AsyncRollouts:
         (directory / FILE).write_text(text)
 
     def load(self, directory: Path) -> None:
-        if not (directory / FILE).exists():  # of a run that was not async until now: nothing waits to be learned from
+        if not (directory / FILE).exists():  # of a run that was not async until now: no groups are pending
             return
         head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
-        if (size := head.get("size", self.size)) != self.size:  # how far ahead may be asked is counted in it
+        if (size := head.get("size", self.size)) != self.size:  # the number of prompts ahead is counted in it
             raise RunError(
                 f'placement.name = "async" counts in prompts_per_step, which was {size} and is {self.size}: '
                 f"continue with --set train.prompts_per_step={size}"
@@ -153,10 +153,10 @@ class AsyncRollouts:
         self.drawn = head.get("drawn", self.drawn)
         for row in rows:
             self._ready.setdefault(row["number"], []).append(from_plain(row))
-        self._equal = {number for number, group in self._ready.items() if self._tells_nothing(group)}
+        self._equal = {number for number, group in self._ready.items() if self._rewards_equal(group)}
         self._again = deque(number for number in self._order if number not in self._ready)
 
-    # Inside; all but the threads' own work under the lock
+    # Internal; all but the threads' own work under the lock
 
     def _capacity(self) -> int:
         running = len(self._running)
@@ -166,11 +166,11 @@ class AsyncRollouts:
             return free
         if self.staleness == 0 and free > 0:
             free = 0 if running or self._played else len(self._again) or self.size
-        # Were no group to tell anything, prompts would be asked without end.
+        # If no group had differing rewards, prompts would be requested forever.
         return min(free, (self.staleness + 1) * self.dynamic.rounds * self.size - len(self._order) + len(self._again))
 
     def _top_up(self) -> None:
-        """Ask for as many prompts as there is capacity for; without staleness those of one step in one call."""
+        """Request as many prompts as there is capacity for; without staleness those of one step in one call."""
         numbers: list[int] = []
         for _ in range(max(0, self._capacity())):
             if self._again:
@@ -189,7 +189,7 @@ class AsyncRollouts:
 
     def _play(self, numbers: list[int], prompts: list[Prompt]) -> None:
         chunk, place = divmod(numbers[0], self.size)
-        # As a synchronous run has it, where a step may draw several times.
+        # As in a synchronous run, where a step may draw several times.
         step = self.step if self.dynamic is not None and self.staleness == 0 else chunk
         try:
             n = self.recipe.train.samples_per_prompt
@@ -206,7 +206,7 @@ class AsyncRollouts:
             self._news.notify_all()
 
     def _score(self) -> None:
-        """The thread of rewards: whatever has been played meanwhile, in one call."""
+        """The thread of rewards: scores all groups finished meanwhile, in one call."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._played or self._closed)
@@ -222,7 +222,7 @@ class AsyncRollouts:
                 for number, group in scored.items():
                     del self._played[number]
                     self._ready[number] = group
-                    if self._tells_nothing(group):
+                    if self._rewards_equal(group):
                         self._equal.add(number)
                 self._top_up()
                 self._news.notify_all()
@@ -243,7 +243,7 @@ class AsyncRollouts:
             self._news.notify_all()
 
     def _complete(self) -> Choice | None:
-        """The prompts of the next batch, if they are all there; else after a while None."""
+        """The prompts of the next batch, if they are all ready; otherwise None after an interval."""
         with self._news:
             self._news.wait_for(lambda: self._failure is not None or self._choose() is not None, LOOK_SECONDS)
             if self._failure is not None:
@@ -255,9 +255,9 @@ class AsyncRollouts:
         if self.recipe.placement.stale == "drop":
             self._drop()
             line = self._ready
-        # Otherwise in the order in which they were asked, where none can be too old: the prompt that is asked with n
-        # others ahead of it is asked at a version of at least n / prompts_per_step - staleness - 1, and used in step
-        # n / B. Those ahead that turn out to tell nothing are not among the n: it is used earlier.
+        # Otherwise in the order of their request, where none can be too old: the prompt that is requested with n others
+        # ahead of it is requested at a version of at least n / prompts_per_step - staleness - 1, and used in step n /
+        # B. Groups with equal rewards are not among the n: then it is used earlier.
         whole = self.dynamic is not None and self.staleness == 0
         if whole and (self._running or self._played):
             return None
@@ -274,18 +274,18 @@ class AsyncRollouts:
             return None
         return Choice((kept + spare)[: self.size], kept, spare)
 
-    def _tells_nothing(self, group: Group) -> bool:
+    def _rewards_equal(self, group: Group) -> bool:
         return self.dynamic is not None and not rewards_differ(group)
 
     def _forget(self, numbers: set[int]) -> None:
-        """What was learned from, or is not to be."""
+        """Groups that were learned from, or are dropped."""
         for number in numbers:
             del self._ready[number]
         self._order = deque(number for number in self._order if number not in numbers)
         self._equal -= numbers
 
     def _drop(self) -> None:
-        """Ask anew what has become too old; groups that tell nothing are not worth it."""
+        """Request groups again that have become too old, except those with equal rewards."""
         old = [n for n, group in self._ready.items() if _age(group, self.version) > self.staleness]
         for number in old:
             self.dropped += len(self._ready[number])

@@ -38,11 +38,11 @@ def new_placement(stage: PlacementContext) -> Placement:
 
 @contextmanager
 def hosting(recipe: RlRecipe, directory: Path, ranks: Ranks) -> Iterator[Host]:
-    """What starts the rollout processes of the run in `directory`."""
+    """The host that starts the rollout processes of the run in `directory`."""
     if recipe.resources.rollout.nodes and ranks.main:
         with RolloutMachines(recipe, directory) as machines:
             yield machines
         return
-    # Servers of other projects are started, if at all, beside the trainer.
+    # External engine servers that are started here run on the trainer's machine.
     on_ray = recipe.resources.ray is not None and recipe.rollout_processes and recipe.engine.name == "core"
     yield RayRollouts(recipe) if on_ray else OwnProcess

@@ -59,7 +59,7 @@ class Disaggregated:
 
     @property
     def keep(self) -> Literal["recompute", "continue"]:
-        """What becomes of sequences in flight when weights come. There are none."""
+        """What happens to sequences in flight when weights arrive. Here there are none."""
         return "recompute"
 
     def _rollouts(self) -> RolloutSource:
@@ -67,7 +67,7 @@ class Disaggregated:
         return Rollouts(stage.recipe, self._for_all(self._player()), stage.prompts, stage.scorer, stage.clock)
 
     def _for_all(self, player: Player) -> Player:
-        """The main rank's, which has the engines, as one of all ranks."""
+        """Makes the main rank's rollouts, which have the engines, those of all ranks."""
         ranks = self.stage.ranks
         return player if ranks.everyone.size == 1 else MainPlayer(player if ranks.main else None, self.orders)
 
@@ -78,7 +78,7 @@ class Disaggregated:
         return self.player
 
     def publish(self, version: int) -> dict[str, float]:
-        # Reshard gathers nothing, because every rank sends its own shards; an adapter is gathered, for it is small.
+        # Reshard gathers nothing, because every rank sends its own shards; an adapter is gathered, since it is small.
         recipe = self.stage.recipe
         gathers = recipe.placement.channel != "reshard" or recipe.model.lora is not None
         metrics = self.stage.trainee.make_whole() if gathers else {}
@@ -88,7 +88,7 @@ class Disaggregated:
         try:
             publication = self.engine.publish(version)
         finally:
-            self.orders.value(None)  # the others carry out what the publication needs until they hear this
+            self.orders.value(None)  # the others execute what the publication needs until they receive this
         return {
             **metrics,
             "publish/seconds": publication.seconds,
@@ -125,7 +125,7 @@ def new_fleet(
     weights = channel.weights if isinstance(channel, ReshardChannel) else lambda: Weights.of(trainee.loaded.module)
     kind = Fleet if not readers else partial(SplitFleet, readers)
     fleet = kind(engines, channel, weights, news, stage.warn)
-    in_place = isinstance(channel, SharedChannel) and channel.in_place  # nothing travels there
+    in_place = isinstance(channel, SharedChannel) and channel.in_place  # nothing is transferred there
     if recipe.model.lora is not None and not in_place:
         adapter = new_channel(stage, orders, paused=False, within="adapter")
         fleet.part = adapter, lambda: Weights.trained(trainee.loaded.module)
@@ -133,15 +133,15 @@ def new_fleet(
 
 
 def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within: str = ".") -> Channel:
-    """`orders`: of the main rank to the others, where a channel needs all of them.
-    `paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory.
-    `within`: the folder of this channel's files among those of the run's weights."""
+    """`orders`: from the main rank to the others, where a channel needs all of them. `paused`: no engine runs while the
+    learner changes the weights, so they may share the learner's own memory. `within`: the subdirectory of this
+    channel's files in the run's weights directory."""
     table = stage.recipe.placement
     host = "127.0.0.1"
     near = True
     if isinstance(stage.host, RayRollouts):
         host = stage.host.address
-        # Ray shows a process its own GPU alone: what is in another's cannot be mapped.
+        # Ray shows a process its own GPU alone: memory of another GPU cannot be mapped.
         near = stage.host.near and stage.trainee.decoder.device.type == "cpu"
     elif isinstance(stage.host, RolloutMachines):
         host, near = stage.host.address, False
@@ -156,7 +156,7 @@ def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within
             return CollectiveChannel(backend, host=host, seconds=table.deadline)
         case "reshard" if within == ".":
             return new_reshard(stage, orders, backend, host)
-        case "reshard":  # an adapter is too small for routes of its own
+        case "reshard":  # an adapter is too small for a reshard
             return CollectiveChannel(backend, host=host, seconds=table.deadline)
         case "shared":
             if not near:

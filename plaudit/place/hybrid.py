@@ -1,8 +1,8 @@
 """Level 4: one set of weights in two modes. During generation the KV cache uses the memory; during training gradients
 and activations do.
 
-In one process both modes run on one module. With resources.rollout.processes the engine is in another process, which
-maps the learner's memory: a weight update copies nothing.
+In one process both modes run on one module. With resources.rollout.processes the engine is in another process,
+which maps the learner's memory: a weight update copies nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Mode = Literal["generate", "train"]
 
 
 class Switching:
-    """Rollouts that bring the engine into its mode before they generate, and out of it after a step's samples. What a
-    switch takes is a span `mode_switch` in the log and a part of the step's time."""
+    """Rollouts that switch the engine on before they generate, and off after a step's samples. The duration of a switch
+    is a span `mode_switch` in the log and part of the step's time."""
 
     def __init__(
         self, inner: RolloutSource, stage: PlacementContext, sleep: Callable[[], object], wake: Callable[[], object]

@@ -1,4 +1,4 @@
-"""Colocated and hybrid with engines of several ranks: the ranks that train are the engines' too, each with a part."""
+"""Colocated and hybrid with engines of several ranks: training ranks are also the engines' ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from plaudit.train.run.ranks import Ranks
 
 @dataclass(frozen=True)
 class PlacementContext:
-    """What every placement builds from."""
+    """The inputs of every placement."""
 
     recipe: RlRecipe
     ranks: Ranks
@@ -52,13 +52,13 @@ class Placement(Protocol):
     def learner(self) -> RlLearner: ...
 
     def publish(self, version: int) -> dict[str, float]:
-        """Give the engine the learner's weights as this version; what it cost, as metrics. The first call comes before
-        anything is generated."""
+        """Give the engine the learner's weights as this version; returns the cost as metrics. Must be called once
+        before any generation."""
 
     def save(self, directory: Path) -> None:
-        """What a checkpoint needs besides `rollouts.drawn`."""
+        """State for a checkpoint besides `rollouts.drawn`."""
 
     def load(self, directory: Path) -> None: ...
 
     def close(self) -> None:
-        """End what was started. Also after a failure."""
+        """Stop everything that was started. Also called after a failure."""

@@ -39,7 +39,7 @@ def new_reshard(
 
 
 def shard_weights(whole: nn.Module, shards: Shards | None) -> Weights:
-    """What this rank has of a module, under all names of the whole."""
+    """This rank's shards of a module, under all names of the whole."""
     parts = {} if shards is None else {**dict(shards.module.named_buffers()), **shards.parameters}
     first: dict[int, str] = {}  # of tied tensors only one name is trained
     tensors: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def shard_weights(whole: nn.Module, shards: Shards | None) -> Weights:
 
 
 def engine_parts(recipe: RlRecipe, layout: Layout) -> list[dict[str, Box]]:
-    """What each rank of an engine needs: the engines make their parts in the same way."""
+    """What each rank of an engine needs: the engines compute their shards in the same way."""
     rollout = recipe.resources.rollout
     if rollout.ranks == 1:
         return [needed(layout, [entry.name for entry in layout.entries], {})]

@@ -12,7 +12,7 @@ import torch
 from plaudit.config import RlRecipe
 from plaudit.errors import ConfigError
 
-PROCESS_BYTES = 300 << 20  # that a rollout process has to itself once it has imported torch, without a model
+PROCESS_BYTES = 300 << 20  # memory of a rollout process after importing torch, without a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Seat:
 
 
 def pin_learner(recipe: RlRecipe) -> tuple[int, ...]:
-    """Keep this process, and what it starts, to the CPUs that the recipe names. Returns those that it had."""
-    # Other systems than Linux pin nothing.
+    """Pin this process and its children to the CPUs that the recipe lists. Returns its previous CPUs."""
+    # Only Linux supports pinning.
     had = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     for key, cores in (("cores", recipe.resources.cores), ("rollout.cores", recipe.resources.rollout.cores)):
         if cores is not None and (not cores or not set(cores) <= set(had)):
@@ -39,7 +39,7 @@ def pin_learner(recipe: RlRecipe) -> tuple[int, ...]:
 
 
 def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: Collection[int]) -> list[Seat]:
-    """`device` is the learner's, `weights` the bytes of the policy, `cores` what the run may use."""
+    """`device` is the learner's, `weights` the bytes of the policy, `cores` the CPUs that the run may use."""
     table, count = recipe.resources.rollout, recipe.rollout_processes
     each = table.ranks
     threads = table.threads or torch.get_num_threads()
@@ -63,7 +63,7 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
         return list(table.devices)
     if device.type == "cpu":
         return ["cpu"] * count
-    if table.nodes:  # its machine shows an engine its own alone
+    if table.nodes:  # its machine shows an engine only its own GPUs
         return [f"cuda:{index % table.ranks}" for index in range(count)]
     if recipe.resources.ray is not None and not hybrid:
         return ["cuda:0"] * count  # the only one that Ray shows it
@@ -101,7 +101,7 @@ def _check_devices(devices: Sequence[str]) -> None:
 
 
 def _check_memory(recipe: RlRecipe, count: int, weights: int) -> None:
-    """Each process has the weights, unless it maps the learner's, its KV, and itself."""
+    """Each process needs the weights, unless it maps the learner's, its KV cache, and PROCESS_BYTES."""
     kv = recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0
     own = 0 if recipe.placement.name == "hybrid" else weights
     needed, there = count * (own + kv + PROCESS_BYTES), _available()

@@ -1,7 +1,7 @@
 """The queue of async rollouts over several training ranks: the main rank owns it, and all get the same batches.
 
-The main rank alone plays and scores what goes into the queue, at any time: the others train meanwhile and cannot help.
-Whether a batch is young enough is checked there, before any rank has it. Every rank computes the same advantages of a
+Only the main rank generates and scores what goes into the queue, at any time: the others train meanwhile and cannot
+help. The staleness of a batch is checked there, before any rank has it. Every rank computes the same advantages of a
 batch, and learns from its share of each minibatch.
 """
 
@@ -32,7 +32,7 @@ class SharedQueue:
         self.scorer = scorer
         self.clock = clock
         self.orders = orders
-        self._drawn = 0  # as the main rank last said
+        self._drawn = 0  # as last sent by the main rank
 
     @property
     def drawn(self) -> int:
@@ -54,7 +54,7 @@ class SharedQueue:
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         samples = self.player.play(prompts, n, seed, evaluate=True)
-        # The main rank's rewards may be at work for the queue.
+        # The main rank's reward model may be busy with the queue.
         with nullcontext() if self.queue is None else self.queue.scoring:
             return self.scorer.score([prompts[sample.group] for sample in samples], samples)
 

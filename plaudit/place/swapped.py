@@ -18,8 +18,8 @@ from plaudit.train.policy.critic import LocalCritic
 
 
 class Swapped(Colocated):
-    """Of one rank the policy's weights stay: every phase but the scoring ones works with them, and the engine has their
-    addresses. Over several ranks the engine has weights of its own, and they and the shards take turns."""
+    """On one rank the policy's weights stay: every phase but the scoring ones works with them, and the engine has their
+    addresses. Over several ranks the engine has its own weights, and they and the shards alternate."""
 
     def __init__(self, stage: PlacementContext) -> None:
         super().__init__(stage)
@@ -46,8 +46,8 @@ class SwappedParts(ColocatedParts):
 
 
 class SleepingPart:
-    """The KV of an engine of several ranks, which give it back together. None of it counts as something that may come
-    ahead or stay for the next phase: a rank would decide that by its own memory."""
+    """The KV cache of an engine of several ranks, which free it together. It is never loaded ahead or kept for the next
+    phase: a rank would decide that by its own memory."""
 
     size = 0
 
@@ -76,7 +76,7 @@ def _residency(stage: PlacementContext, kv: Resident, generating: torch.nn.Modul
     if stage.trainee.shards is not None:
         residents["engine weights"] = Parked(generating.parameters, new_store(device, stage.directory))
         residents["policy shards"] = Parked(stage.trainee.shards.parameters.values, new_store(device, stage.directory))
-    # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
+    # Loading ahead needs a second copy engine, which the CPU does not have.
     residency = Residency(residents, needs, stage.clock, new_meter(device) if device.type == "cuda" else None)
     stage.clock.watchers.append(residency)
     return residency
@@ -117,9 +117,9 @@ def needs_of(stage: PlacementContext) -> dict[str, set[str]]:
     policy, critic = {"optimizer", "gradients"}, {"critic", "critic optimizer", "critic gradients"}
     rewards = {name for i, _ in enumerate(reward_engines(stage.scorer)) for name in (f"reward {i}", f"reward kv {i}")}
     if recipe.train.epochs * recipe.train.minibatches > 1:
-        # Policy and critic take turns, minibatch by minibatch: to move them each time would cost more than it frees.
+        # Policy and critic alternate, minibatch by minibatch: moving them each time would cost more than it frees.
         policy = critic = policy | critic
-    # With dynamic sampling more may be generated after the rewards, and what is cached decides the last bits.
+    # With dynamic sampling more may be generated after the rewards, and the cache affects the last bits.
     again = {"kv", "engine weights"} if recipe.algorithm.dynamic is not None else set()
     shards = {"policy shards"}
     needs = {

@@ -78,7 +78,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
         (lambda: ENGINE.score([[3, 4]], positions=[[0]], columns=[-1]), "column -1 is outside the vocabulary"),
         (lambda: ENGINE.score([[3]], positions=[], columns=[1]), "1 sequences and 0 lists of positions"),
         (lambda: ENGINE.new_version(keep="both"), "keep is 'both'"),  # type: ignore[arg-type]
-        (lambda: REWARD.generate([[3]]), "has no vocabulary head: it scores, it does not generate"),
+        (lambda: REWARD.generate([[3]]), "has no vocabulary head: it can score but not generate"),
         (lambda: REWARD.logprobs([[3, 4]]), "has no vocabulary head"),
         (lambda: REWARD.score([[3]], columns=[1]), "leave out columns"),
         (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes, but one block of 16 tokens needs"),

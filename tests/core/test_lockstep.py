@@ -130,7 +130,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
     six = LlamaConfig(**{**SIZES, "num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4)
     with pytest.raises(ModelError, match=r"12 / 6 = 2, 4 / 6 = 0\.666667, 6 / 4 = 1\.5"):
         list(split_parts(trunk(LlamaForCausalLM(six)), 6))
-    with pytest.raises(ModelError, match="which Plaudit does not do"):
+    with pytest.raises(ModelError, match="which Plaudit does not support"):
         list(split_parts(trunk(model("olmo2")), 2))
 
 

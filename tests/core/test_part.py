@@ -133,7 +133,7 @@ def test_layers_are_divided_and_too_many_stages_refused_with_the_equation() -> N
 def test_a_trunk_without_a_plan_is_refused() -> None:
     module = model("llama").to("meta")
     trunk(module).per_layer_inputs = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="has no plan of how to divide its layers into stages"):
+    with pytest.raises(ModelError, match="has no pipeline plan for its layers"):
         keep_part(module, RankPosition(0, 1, 2))
 
 

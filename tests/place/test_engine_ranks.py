@@ -118,7 +118,10 @@ def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], 
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ({"tensor_parallel": 8}, r"2 key-value heads do not divide by tensor_parallel = 8 \(4 / 8 = 0.5, 2 / 8 = 0.25"),
+        (
+            {"tensor_parallel": 8},
+            r"2 key-value heads are not divisible by tensor_parallel = 8 \(4 / 8 = 0.5, 2 / 8 = 0.25",
+        ),
         ({"tensor_parallel": 3}, r"4 attention heads .* tensor_parallel = 3 \(4 / 3 = 1.33333, 2 / 3 = 0.66"),
         ({"pipeline_parallel": 3}, r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667"),
     ],
@@ -141,7 +144,7 @@ def test_experts_that_do_not_divide_are_refused_with_the_equation(family: str, t
     config = type(CONFIGS[family])(**{**SIZES, **other, **count}, head_dim=8)
     save(AutoModelForCausalLM.from_config(config), load_tokenizer(resolve("sums-policy")), tmp_path / "model")
     tables: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "placement": DISAGGREGATED}
-    says = r"resources\.rollout: 4 experts cannot be dealt out to tensor_parallel = 3 ranks: 4 / 3 = 1\.33333"
+    says = r"resources\.rollout: 4 experts are not divisible by tensor_parallel = 3: 4 / 3 = 1\.33333"
     with pytest.raises(ConfigError, match=says):
         check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 3}}))
     two = {"resources": {"rollout": {"tensor_parallel": 2}}}
@@ -216,6 +219,6 @@ def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
     if placement.get("delta"):
         assert all(0.5 < seen["publish/share"] <= 1 for seen in found.seen), "of float32 nearly all changes in a step"
     assert len(found.warnings) == strike
-    assert all("it is started again" in warning for warning in found.warnings)
+    assert all("it is restarted" in warning for warning in found.warnings)
     psutil.wait_procs(engine_ranks(), timeout=60)
     assert not engine_ranks(), "they end with the run"

@@ -116,7 +116,7 @@ def test_a_machine_of_another_version_is_sent_away_and_the_others_hear_the_end(t
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     tree = tiny_run(placement=APART, resources={"rollout": {**THERE, "nodes": 2, "processes": 2}})
     with (
-        pytest.raises(EngineLost, match=r"0 of 2 machine\(s\) .* came within 0.1 s: on each run plaudit rollouts"),
+        pytest.raises(EngineLost, match=r"0 of 2 rollout machine\(s\) .* connected within 0.1 s: run plaudit rollouts"),
         RolloutMachines(tree, tmp_path, join=0.1) as machines,
     ):
         _ = machines.address
@@ -309,7 +309,7 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
     (engine if victim == "generates" else trainers[1]).lose()
     assert trainers[0].ended(ENDS_WITHIN) != 0
     if victim == "generates":
-        why = f"in place of one that was lost: run plaudit rollouts {run} there, and --resume continues"
+        why = f"in place of a lost one: run plaudit rollouts {run} there, and --resume continues"
         assert why in trainers[0].report
         assert trainers[1].ended(ENDS_WITHIN) != 0
         engine = start(rollouts(run))
@@ -331,5 +331,5 @@ def test_a_machine_that_is_asked_to_leave_stays_until_the_trainer_has_saved(tmp_
     assert trainer.ended(ENDS_WITHIN) == 2, trainer.report
     assert "stopped by SIGTERM" in trainer.report
     assert engine.ended(ENDS_WITHIN) == 128 + signal.SIGTERM
-    assert "is started again" not in trainer.report
+    assert "is restarted" not in trainer.report
     assert list((run / "checkpoints").glob("step-*"))

@@ -96,7 +96,7 @@ def test_a_lora_run_publishes_its_adapter_alone(
     assert_equal((tmp_path / "run", found), adapted)
     assert {len(sizes), len(set(sizes))} == {3, 1}
     assert sizes[0] * 4 < whole
-    assert [warning for warning in found.warnings if "started again" in warning]
+    assert [warning for warning in found.warnings if "restarted" in warning]
 
 
 @pytest.mark.slow

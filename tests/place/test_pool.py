@@ -104,7 +104,7 @@ def test_when_none_is_left_the_error_says_why_of_each() -> None:
     members[0].dies = True
     pool = EnginePool(members)
     pool.new_version(0)
-    with pytest.raises(EngineLost, match="a: a was killed; b: has weights of version None and 0 is wanted"):
+    with pytest.raises(EngineLost, match="a: a was killed; b: has weights of version None, expected 0"):
         pool.generate(*asked(3))
 
 

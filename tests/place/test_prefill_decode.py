@@ -217,7 +217,7 @@ def test_a_run_with_a_process_that_reads_and_one_that_goes_on_has_the_same_sampl
         assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6)
         assert not {"kv"} & set(ours.extra)
     assert len(found[1]) == len(expected)
-    assert any("started again" in warning for warning in viewer.warnings)
+    assert any("restarted" in warning for warning in viewer.warnings)
 
 
 def test_roles_that_cannot_be_are_refused() -> None:

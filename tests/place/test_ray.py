@@ -155,7 +155,7 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
     assert prompts_of(run) == asked(tree, 40), "no prompt lost, none twice"
     said = capfd.readouterr()
     assert "has died" in said.err
-    assert "it goes on from step-" in said.err
+    assert "it resumes from step-" in said.err
     assert "5 steps in" in said.out
 
 
@@ -196,7 +196,7 @@ def test_stopped_actors_are_ended_and_the_run_goes_on(
     assert "plaudit: rank 0 (pid " in said.out
     assert "was stopped (SIGSTOP) for 10 s and was ended" in said.out
     assert "plaudit: the driver (pid " in said.err
-    assert said.err.count("it goes on from step-") == 2
+    assert said.err.count("it resumes from step-") == 2
     wait_for(lambda: not actors(cluster))  # Ray ends them once it has heard that their driver is gone
 
 

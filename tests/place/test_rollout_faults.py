@@ -65,7 +65,7 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_
     (warning,) = found.warnings
     said = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 6 s"
     assert said in warning
-    assert "it is started again" in warning
+    assert "it is restarted" in warning
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_a_restarted_server_is_stale_and_a_dead_one_is_lost(tmp_path: Path) -> N
         with again:
             again.wait_ready(120)
             engine.server = again
-            with pytest.raises(StaleWeights, match="version None, and should have 2"):
+            with pytest.raises(StaleWeights, match="version None, expected 2"):
                 engine.generate(asked, params)
         with pytest.raises(EngineLost, match="ended with exit"):
             engine.generate(asked, params)

@@ -36,10 +36,10 @@ def test_a_part_is_what_is_trained_and_needs_the_rest_to_be_there() -> None:
     assert [name for name, _ in part] == ["layer.weight", "layer.bias"]
     assert part.layout.part
     receiver = WeightReceiver(module)
-    with pytest.raises(WeightsRefused, match="to an engine that has none: publish all of them"):
+    with pytest.raises(WeightsRefused, match="to an engine that has none: publish all weights"):
         receiver.receive(WeightMessage("a-1", "a", 1, part.layout, DiskTake("nowhere")))
     strange = Weights({"layer.other": torch.ones(1)}, part=True).layout
-    with pytest.raises(WeightsRefused, match=r"the weights have 'layer\.other', which the engine has not"):
+    with pytest.raises(WeightsRefused, match=r"the weights have 'layer\.other', which the engine lacks"):
         receiver.receive(WeightMessage("a-1", "a", 1, strange, DiskTake("nowhere")))
 
 
@@ -77,7 +77,7 @@ def test_versions_go_up() -> None:
     publisher = Publisher()
     publisher.begin(3)
     publisher.begin(3)
-    with pytest.raises(WeightsRefused, match="version 2 was asked to be published after version 3"):
+    with pytest.raises(WeightsRefused, match="cannot publish version 2 after version 3"):
         publisher.begin(2)
 
 

@@ -1,4 +1,5 @@
-"""Attention over a packed row. transformers calls `packed_attention`; the `layout` it carries says who attends to whom.
+"""Attention over a packed row. transformers calls `packed_attention`; its `layout` argument determines which tokens
+attend to which.
 
 Shapes: T packed tokens, B sequences of a group, Q and S their padded query and key counts, H heads, K key-value heads,
 G = H / K, D head size.
@@ -26,12 +27,12 @@ from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
 
 ATTENTION = "plaudit"
-SCORES = 32 * 2**20  # bytes of scores in a tile, of which there are a few copies
-LEAST_QUERIES = 16  # in a tile: fewer, and the products are too thin
-GATHERED = 64 * 2**20  # bytes of keys and values that are gathered at once for rows that are read one by one
-LEAST_KEYS = 64  # of a product: torch adds up small ones (below 400 multiplications) by a loop of its own
-# Keys whose values are added up in one product. Of more a library splits the sum, in halves or where it likes: MKL from
-# 257 keys on with AVX2 and from 385 on with AVX-512, OpenBLAS on ARM from 641 on.
+SCORES = 32 * 2**20  # bytes of scores in a tile; a few copies of a tile exist at once
+LEAST_QUERIES = 16  # minimum queries in a tile: with fewer, the matrix products are too thin
+GATHERED = 64 * 2**20  # bytes of keys and values gathered at once for rows that are read one by one
+LEAST_KEYS = 64  # of a product: torch computes small ones (below 400 multiplications) with a loop of its own
+# Keys whose values are summed in one product. A library may split longer sums, in halves or elsewhere: MKL from 257
+# keys on with AVX2 and from 385 on with AVX-512, OpenBLAS on ARM from 641 on.
 SUMMED = 256
 
 
@@ -40,15 +41,15 @@ class Rule:
     """What one layer adds to plain causal attention."""
 
     scale: float | None = None
-    window: int | None = None  # a query sees this many keys, itself included
+    window: int | None = None  # a query attends to this many keys, itself included
     softcap: float | None = None
-    sinks: Tensor | None = None  # (H,) logits that take part in the softmax and give nothing
+    sinks: Tensor | None = None  # (H,) logits that enter the softmax and have no value
     dropout: float = 0.0
-    latent: int | None = None  # values are the first so many columns of the keys, and are not kept beside them
+    latent: int | None = None  # values are the first columns of the keys (this many), and are not stored separately
 
     @property
     def fused(self) -> bool:
-        """Whether torch's fused kernels know it, without a copy of the keys for every head."""
+        """Whether torch's fused kernels support it without copying the keys for every head."""
         return self.plain and self.latent is None
 
     @property
@@ -56,35 +57,35 @@ class Rule:
         return self.softcap is None and self.sinks is None
 
     def values(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Those of these keys; `values` are what is kept beside them."""
+        """The values of these keys; `values` is what is stored beside them."""
         return values if self.latent is None else keys[..., : self.latent]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of like length that share one attention call. Key j of a sequence is its token at position j."""
+    """Sequences of similar length that share one attention call. Key j of a sequence is its token at position j."""
 
     queries: Tensor  # (B, Q) rows of the packed queries; short sequences repeat their last row
-    keys: Tensor  # (B, S) rows of whatever holds the keys
-    positions: Tensor  # (B, Q) position of each query in its own sequence
+    keys: Tensor  # (B, S) rows of the tensor that stores the keys
+    positions: Tensor  # (B, Q) position of each query in its sequence
     whole: bool  # queries are positions 0..Q-1 and keys the same tokens: plain causal attention
-    alone: slice | None = None  # the rows of the queries, if they are of one whole sequence
+    alone: slice | None = None  # the rows of the queries, if they belong to one whole sequence
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(B, 1, Q, S), 0 where a query sees a key and -inf elsewhere. Padding keys lie beyond every position."""
+        """(B, 1, Q, S), 0 where a query attends to a key and -inf elsewhere. Padding keys come after every position."""
         return _mask(self.positions, 0, self.keys.shape[1], window, dtype)
 
     @cached_property
     def reach(self) -> tuple[list[int], list[int]]:
-        """Of each of the Q columns of queries the lowest and the highest position."""
+        """The lowest and highest position in each of the Q columns of queries."""
         low, high = torch.stack([self.positions.amin(0), self.positions.amax(0)]).tolist()
         return low, high
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Of tensors as (rows · K, ...): where the queries and keys of each group are, by key-value head, and where in the
-    concatenated, flattened groups the packed tokens are then."""
+class _Indices:
+    """Indices into tensors of shape (rows · K, ...): the queries and keys of each group, by key-value head, and where
+    each packed token is in the concatenated, flattened groups."""
 
     queries: Sequence[Tensor]  # (B, K, Q) each
     keys: Sequence[Tensor]  # (B, K, S) each
@@ -95,12 +96,12 @@ class _Places:
 class Layout:
     """Which packed tokens attend to which.
 
-    restore   for each packed token, its place in the concatenated, flattened groups
-    extents   of each sequence its first row, its own tokens, and those before them; for recurrent layers
-    rows_of   of each sequence the row of every token
-    exact     by plain products in one order of sums (see `explicit`), whatever lies beside a row
-    ranks     that have a share of the heads each: tiles are of as many queries as if one had them all
-    angles    cos and sin of every position, where they are at hand
+    restore   for each packed token, its index in the concatenated, flattened groups
+    extents   per sequence: its first row, the number of its own tokens, the number before them; for recurrent layers
+    rows_of   per sequence: the row of every token
+    exact     plain products in one fixed order of sums (see `explicit`), independent of the other rows in the batch
+    ranks     number of ranks that share the heads: tiles have as many queries as if one rank had all heads
+    angles    cos and sin of every position, where available
     """
 
     groups: tuple[Group, ...]
@@ -112,18 +113,18 @@ class Layout:
     angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     _tile_masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    _places: dict[int, _Places] = field(default_factory=dict)
+    _places: dict[int, _Indices] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """query (T, H, D), key and value (T, K, D) of the new tokens -> (T, H, D)."""
         keys, values = self.context(layer, key, value)
         if not rule.fused or self.exact:
-            return self._attend_plainly(query, (key, value), (keys, values), rule)
+            return self._attend_products(query, (key, value), (keys, values), rule)
         flat = []
         for i, group in enumerate(self.groups):
             if group.alone is not None:
                 q, k, v = (x[None, group.alone] for x in (query, key, value))
-            elif group.whole:  # its keys are new themselves: they need not be looked for in a cache
+            elif group.whole:  # its keys are all new: they need not be looked up in a cache
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
@@ -131,18 +132,18 @@ class Layout:
             flat.append(out.flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
 
-    def _attend_plainly(
+    def _attend_products(
         self, query: Tensor, new: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], rule: Rule
     ) -> Tensor:  # fmt: skip
-        """By `products`. Rows are taken by key-value head, so that they come in the order of the products."""
+        """With `products`. Rows are gathered by key-value head, so that they come in the order of the products."""
         T, H, D = query.shape
         K = new[0].shape[1]
-        places = self._places_of(K)
+        places = self._indices_of(K)
         q_rows = (query * (D**-0.5 if rule.scale is None else rule.scale)).reshape(T * K, -1)
         sources = [tuple(x.flatten(0, 1) for x in each) for each in (kept, new)]
         groups: Iterable[tuple[Tensor, ...]]
         if torch.is_grad_enabled() and query.requires_grad:
-            # In one call: its backward pass goes over all rows once, not once for every group.
+            # In one call: its backward pass goes over all rows once, instead of once per group.
             groups = zip(
                 _taken(q_rows, places.queries), *(_taken(x, places.keys) for x in sources[1]), strict=True
             )  # fmt: skip
@@ -158,7 +159,7 @@ class Layout:
             flat.append(out.reshape(B * K * Q, -1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], places.restore).view(T, H, -1)
 
-    def _places_of(self, heads: int) -> _Places:
+    def _indices_of(self, heads: int) -> _Indices:
         if heads not in self._places:
             by_head = torch.arange(heads, device=self.restore.device)
             queries, keys, order, done = [], [], [], 0
@@ -168,19 +169,19 @@ class Layout:
                 place = torch.arange(queries[-1].numel(), device=by_head.device).view(queries[-1].shape)
                 order.append(place.transpose(1, 2).reshape(-1, heads) + done)
                 done += place.numel()
-            self._places[heads] = _Places(queries, keys, torch.cat(order)[self.restore].flatten())
+            self._places[heads] = _Indices(queries, keys, torch.cat(order)[self.restore].flatten())
         return self._places[heads]
 
     def _attend_tiles(self, index: int, q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, rule: Rule) -> Tensor:
-        """`products`, a tile of queries at a time over the keys that one of them sees: memory grows with the length and
-        not with its square, gradients included, for which a tile is computed again."""
+        """`products` in tiles of queries, over the keys that a tile's queries attend to: memory grows with the length
+        and not with its square, gradients included, for which a tile is recomputed."""
         group = self.groups[index]
         B, K, R, _ = q_BKRD.shape
         Q, S = group.queries.shape[1], k_BKSD.shape[2]
         G = R // Q
         size = max(LEAST_QUERIES, SCORES // (B * K * G * self.ranks * S * 4))
         outputs = []
-        for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
+        for begin in reversed(range(0, Q, size)):  # the longest first: the others reuse its memory
             tile = slice(begin, begin + size)
             low, high = (each[tile] for each in group.reach)
             first = 0 if rule.window is None else max(0, min(low) - rule.window + 1) // SUMMED * SUMMED
@@ -196,7 +197,7 @@ class Layout:
         return torch.cat(outputs[::-1], dim=2) if len(outputs) > 1 else outputs[0]
 
     def _whole_mask(self, index: int, keys: slice, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Of a group in one tile: made once for all layers with this window."""
+        """The mask of a group in one tile: built once for all layers with this window."""
         made = self._tile_masks.get((index, window, dtype))
         if made is None:
             made = _mask(self.groups[index].positions, keys.start, keys.stop, window, dtype)
@@ -206,12 +207,12 @@ class Layout:
     def attend_rotated(
         self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
     ) -> Tensor:
-        """The same, of queries and keys that are still to be rotated."""
+        """As `attend`, for queries and keys that are not rotated yet."""
         query, key = rotation.both(query, key)
         return self.attend(layer, query, key, value, rule)
 
     def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
-        """query (T, H, D) over keys and values that `latent` would make of rows (T, 1, R + P) -> (T, H, E)."""
+        """query (T, H, D) over the keys and values that `latent` would expand from rows (T, 1, R + P) -> (T, H, E)."""
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
         rule, rows = replace(rule, scale=scale, latent=latent.rank), latent.same(rows)
         return latent.restored(self.attend(layer, latent.absorbed(query), rows, rows[..., :0], rule))
@@ -220,7 +221,7 @@ class Layout:
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
     ) -> Tensor:
         """Attention of the rows `wanted` alone, each a sequence of one query: query (W, H, D) -> (W, H, D). keys and
-        values are what `context` gave."""
+        values come from `context`."""
         place = self.restore[wanted]
         width = rule.values(keys, values).shape[2]
         out = torch.empty(len(query), query.shape[1], width, dtype=query.dtype, device=query.device)
@@ -228,7 +229,7 @@ class Layout:
         for group in self.groups:
             size = group.queries.numel()
             here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-            width = group.keys.shape[1] * (keys[0].numel() + values[0].numel()) * keys.itemsize  # what a row gathers
+            width = group.keys.shape[1] * (keys[0].numel() + values[0].numel()) * keys.itemsize  # bytes per row
             for some in torch.split(here, max(1, GATHERED // width)) if len(here) else ():
                 at = place[some] - start
                 rows = group.keys[at // group.queries.shape[1]]
@@ -241,15 +242,16 @@ class Layout:
         return out
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """A recurrent layer's mixer over the row: (1, T, width) -> the same."""
+        """Apply a recurrent layer's mixer to the row: (1, T, width) -> (1, T, width)."""
         return mix_whole(mixer, hidden, self.extents, self.rows_of)
 
     def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What `Group.keys` points into: here the row itself, in a paged layout the cache."""
+        """The tensor that `Group.keys` indexes: here the row itself, in a paged layout the cache."""
         return key, value
 
     def mask_of(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask of a group, made once for all layers with this window; None where plain causal attention will do."""
+        """The mask of a group, built once for all layers with this window; None where plain causal attention
+        suffices."""
         group = self.groups[index]
         if window is not None and window >= group.keys.shape[1]:
             window = None
@@ -262,26 +264,26 @@ class Layout:
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """x[at]: x (N, ...) and at (...) of rows. With gradients, whichever adds them up in a fixed order: on a CPU that is
-    index_select, which is also several times as fast, and on a GPU x[at]."""
+    """x[at]: x (N, ...), `at` (...) row indices. Uses the variant whose backward pass sums in a fixed order:
+    index_select on a CPU, which is also several times as fast, and x[at] on a GPU."""
     if torch.is_grad_enabled() and x.requires_grad and x.device.type != "cpu":
         return x[at]
     return x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
 
 
 def _taken(x: Tensor, at: Sequence[Tensor]) -> list[Tensor]:
-    """x[each] for each of `at`, taken in one call."""
+    """x[each] for each of `at`, gathered in one call."""
     taken = torch.split(rows_at(x, torch.cat([each.flatten() for each in at])), [each.numel() for each in at])
     return [rows.view(*each.shape, *x.shape[1:]) for rows, each in zip(taken, at, strict=True)]
 
 
 def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, 1, keys) for one query a row at these positions: 0 where it sees a key and -inf elsewhere."""
+    """(B, 1, 1, keys) for one query per row at these positions: 0 where it attends to a key and -inf elsewhere."""
     return _mask(position[:, None], 0, keys, window, dtype)
 
 
 def _mask(position_BQ: Tensor, first: int, end: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, Q, end - first), of the keys from `first` on."""
+    """(B, 1, Q, end - first), for the keys from `first` on."""
     key, position = torch.arange(first, end, device=position_BQ.device), position_BQ[:, None, :, None]
     hidden = key > position
     if window is not None:
@@ -290,7 +292,7 @@ def _mask(position_BQ: Tensor, first: int, end: int, window: int | None, dtype: 
 
 
 def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """To (B, Q, H, D). Without a mask, which is (B, 1, Q, S): causal from the first token."""
+    """Attention of a group -> (B, Q, H, D). mask: (B, 1, Q, S); without one, causal from the first token."""
     if not rule.fused:
         return explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
     B, Q, H, _ = q_BQHD.shape
@@ -310,13 +312,14 @@ def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | 
 def _tile(
     q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, position_BQ: Tensor, first: int, rule: Rule
 ) -> Tensor:  # fmt: skip
-    """Of the keys from `first` on. The mask is made in here: beside the inputs it would be kept for every layer."""
+    """Attention over the keys from `first` on. The mask is built in here: as an input it would be saved for every
+    layer."""
     mask = _mask(position_BQ, first, first + k_BKSD.shape[2], rule.window, q_BKRD.dtype)
     return products(q_BKRD, k_BKSD, v_BKSE, mask, rule)
 
 
 def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """`products`, to (B, Q, H, D); without a mask, which is (B, 1, Q, S): causal from the first token."""
+    """`products` -> (B, Q, H, D). mask: (B, 1, Q, S); without one, causal from the first token."""
     B, Q, H, D = q_BQHD.shape
     S, K = k_BSKD.shape[1:3]
     q_BQHD = q_BQHD * (D**-0.5 if rule.scale is None else rule.scale)
@@ -329,24 +332,24 @@ def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None
 
 
 def products(q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1QS: Tensor, rule: Rule) -> Tensor:
-    """Attention by plain products, with soft caps and sinks, to (B, K, R, E). The R rows are the scaled queries of a
+    """Attention by plain products, with soft caps and sinks -> (B, K, R, E). The R rows are the scaled queries of a
     key-value head: for each of the Q queries the heads of its group.
 
-    Its order of sums is that of a decode step (device/cpu_decode.py): scores of two rows and LEAST_KEYS keys at least;
-    a softmax over the keys from the first on, a sink before them; values in products of SUMMED keys, added up in their
-    order. So a row has the same bits whatever rows and masked keys lie beside it, where the library's products have."""
+    Its order of sums is that of a decode step (device/cpu_decode.py): scores of at least two rows and LEAST_KEYS keys;
+    a softmax over the keys from the first on, preceded by a sink; values in products of SUMMED keys, added in order.
+    So a row has the same bits whatever rows and masked keys are in the batch, wherever the library's products do."""
     B, K, R, D = q_BKRD.shape
     S, Q = k_BKSD.shape[2], mask_B1QS.shape[2]
     if S < LEAST_KEYS:
         k_BKSD, v_BKSE = (F.pad(x, (0, 0, 0, LEAST_KEYS - S)) for x in (k_BKSD, v_BKSE))
         mask_B1QS = F.pad(mask_B1QS, (0, LEAST_KEYS - S), value=float("-inf"))
-    # As a decode step has them: columns, or latents as they are kept.
+    # In the layout of a decode step: columns, or latents as they are stored.
     keys_NDS = (k_BKSD.mT if rule.latent is not None else k_BKSD.mT.contiguous()).flatten(0, 1)
     scores_NRS = first_rows(torch.bmm(two_rows(q_BKRD.reshape(B * K, R, D)), keys_NDS), R)
     if rule.softcap is not None:
         scores_NRS = torch.tanh(scores_NRS / rule.softcap) * rule.softcap
     scores_BKQGS = scores_NRS.view(B, K, Q, R // Q, -1).add_(mask_B1QS[:, :, :, None])
-    if rule.sinks is not None:  # one more key
+    if rule.sinks is not None:  # one more key, for the sink
         sink_BKQG1 = rule.sinks.to(scores_BKQGS.dtype).reshape(1, K, 1, -1, 1).expand(B, -1, Q, -1, 1)
         scores_BKQGS = torch.cat([sink_BKQG1, scores_BKQGS], dim=-1)
     weights_BKQGS = torch.softmax(scores_BKQGS, dim=-1, dtype=torch.float32).to(q_BKRD.dtype)
@@ -358,7 +361,7 @@ def products(q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1QS: Tensor, 
 
 
 def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
-    """(N, R, D): the values in sums of SUMMED keys from the first on, added up in their order."""
+    """(N, R, D): the values in sums of SUMMED keys from the first on, added in order."""
     rows = weights_NRS.shape[1]
     weights_NRS = two_rows(weights_NRS)
     if weights_NRS.shape[2] <= SUMMED:
@@ -374,12 +377,12 @@ def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
 
 
 def two_rows(x_NRD: Tensor) -> Tensor:
-    """A single row twice: by itself it would be another kernel's."""
+    """Duplicate a single row: alone it would be computed by another kernel."""
     return x_NRD if x_NRD.shape[1] > 1 else x_NRD.expand(-1, 2, -1)
 
 
 def first_rows(x_NRD: Tensor, rows: int) -> Tensor:
-    """Those that `two_rows` was given. A slice of all rows would be copied in the backward pass."""
+    """The rows that were passed to `two_rows`. A slice of all rows would be copied in the backward pass."""
     return x_NRD if x_NRD.shape[1] == rows else x_NRD[:, :rows]
 
 
@@ -388,11 +391,11 @@ def packed_attention(
     layout: Layout | None = None, scaling: float | None = None, dropout: float = 0.0,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention contract: query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    """transformers' attention interface: query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
     if layout is None:
         raise RuntimeError(
-            f"{type(module).__name__} was set to packed attention and called without a layout: "
-            "call it through plaudit.core, or give it back with model.set_attn_implementation('sdpa')"
+            f"{type(module).__name__} was set to packed attention but called without a layout: "
+            "call it through plaudit.core, or restore it with model.set_attn_implementation('sdpa')"
         )
     rule = Rule(scaling, sliding_window, softcap, s_aux, dropout)
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -418,7 +421,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 def number_shared(model: nn.Module) -> None:
-    """Let attention that several layers share (Zamba 2) go by the number of the layer that it is called for."""
+    """Make attention that several layers share (Zamba 2) use the index of the layer that calls it."""
     for part in model.modules():
         number = getattr(part, "layer_idx", None)
         if isinstance(number, int) and number < 0 and "layer_idx" in inspect.signature(type(part).forward).parameters:
@@ -432,7 +435,7 @@ def _numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def send(values: np.ndarray, device: torch.device | str) -> Tensor:
-    """To the device; to a GPU from pinned memory, so that the host does not wait for what the GPU is still doing."""
+    """Copy to the device; to a GPU from pinned memory, so that the host does not wait for the GPU's queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -440,8 +443,8 @@ def send(values: np.ndarray, device: torch.device | str) -> Tensor:
 def group_spans(
     spans: Sequence[tuple[int, int, int]], alone: int, ratio: float = 1.25, slack: int = 4
 ) -> list[list[int]]:
-    """Put (first row, new tokens, tokens before them) spans of like shape together: indices into `spans`, by group. A
-    whole sequence of `alone` tokens or more is a group of its own."""
+    """Group (first row, new tokens, tokens before them) spans of similar shape: indices into `spans`, by group. A whole
+    sequence of `alone` tokens or more is a group by itself."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i][1], spans[i][2], i))
     groups: list[list[int]] = []
     for i in order:

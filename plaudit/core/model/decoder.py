@@ -1,4 +1,4 @@
-"""A transformers decoder as the engine sees it: a trunk that gives hidden rows, and the heads that read them."""
+"""A transformers decoder as the engine uses it: a trunk that returns hidden rows, and the heads applied to them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from plaudit.models.positions import longest_sequence
 
 Kind = Literal["causal", "sequence", "token"]
 
-LOGIT_BYTES = 64 * 2**20  # log-probs of given tokens are taken in slices whose logits stay under this
+LOGIT_BYTES = 64 * 2**20  # log-probs of given tokens are computed in slices whose logits stay below this
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps per token. Latents are keys of one head without values beside them (latent.py)."""
+    """What one layer stores per token. Latents are keys of one head without separate values (latent.py)."""
 
     kv_heads: int
     key_dim: int
@@ -36,7 +36,7 @@ NOTHING = LayerShape(0, 0, 0)  # a layer of another stage
 
 
 class Decoder:
-    """Holds no weights of its own: every call reads the module as it is now."""
+    """Has no weights of its own: every call reads the module's current ones."""
 
     def __init__(
         self, module: nn.Module, kind: Kind, layers: Sequence[LayerShape] = (), states: StateShapes | None = None
@@ -50,13 +50,13 @@ class Decoder:
         self.trunk = trunk(module)
         self.name = type(module).__name__
         self.vocab_size: int = self.config.vocab_size
-        self.record_bytes = 0  # that are kept beside a token's KV: its experts, where an engine records them
+        self.record_bytes = 0  # what is stored beside a token's KV: its experts, where an engine records them
         self._lean: LeanTrunk | None = None
         self.max_positions = longest_sequence(self.config)
 
     @property
     def lean(self) -> LeanTrunk | None:
-        """The trunk in few calls, as long as no hook waits for the calls that it leaves out."""
+        """The trunk in few calls, as long as no hook is registered on the calls that it skips."""
         return None if self._lean is None or self._lean.hooked else self._lean
 
     @lean.setter
@@ -77,22 +77,23 @@ class Decoder:
         return width * self.dtype.itemsize + self.record_bytes
 
     def state_bytes(self) -> int:
-        """Of one state of a sequence, over all recurrent layers."""
+        """Bytes of one sequence's state over all recurrent layers."""
         parts = [part for layer in self.states.values() for part in layer.values()]
         return sum(shape.numel() * dtype.itemsize for shape, dtype in parts)
 
     def last_position(self, tokens: Sequence[int]) -> int:
-        """Where a whole sequence is read: a sequence classifier of transformers reads the last token that is not its
-        padding, so that with pad = eos it is the token before an end-of-text."""
+        """The position at which a whole sequence is read: a transformers sequence classifier reads the last token that
+        is not its padding, so with pad = eos it is the token before an end-of-text."""
         pad = getattr(self.config, "pad_token_id", None) if self.kind == "sequence" else None
         return next((i for i in reversed(range(len(tokens))) if tokens[i] != pad), 0)
 
     def adapter_state(self) -> tuple[Hashable, ...]:
-        """Which of peft's adapters act now, layer by layer; () without any. They may come and go under the engine."""
-        if not hasattr(self.module, "peft_config"):  # peft leaves it there; a model of thousands of parts is not walked
+        """Which peft adapters are active now, layer by layer; () without any. They may change while the engine
+        exists."""
+        if not hasattr(self.module, "peft_config"):  # set by peft; avoids walking a model of thousands of modules
             return ()
         layers: list[Any] = [
-            # of an adapter's layers it is a list; every transformers model has a method of that name
+            # on adapter layers it is a list; every transformers model has a method of that name
             m
             for m in self.module.modules()
             if isinstance(getattr(m, "active_adapters", None), list)
@@ -115,7 +116,7 @@ class Decoder:
         return rows
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(W, hidden) -> (W, vocabulary), float32 or wider, by the learner's own product."""
+        """(W, hidden) -> (W, vocabulary), float32 or wider, by the same product as the learner's."""
         head = self._vocabulary_head()
         if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
             return self.finish(_wide(head(rows)))
@@ -131,16 +132,17 @@ class Decoder:
         return self.finish(F.linear(_wide(rows), _wide(head.weight[at]), bias))
 
     def head(self, rows: Tensor) -> Tensor:
-        """The class head in float32: (W, hidden) -> (W, labels)."""
+        """Class logits in float32: (W, hidden) -> (W, labels)."""
         if self.kind == "causal":
-            raise RequestError(f"{self.name} has no class head: name the vocabulary columns to read")
+            raise RequestError(f"{self.name} has no class head: pass the vocabulary columns to read")
         head: nn.Module = _class_head(self.module)
         if isinstance(head, nn.Linear):
             return F.linear(_wide(rows), _wide(head.weight), None if head.bias is None else _wide(head.bias))
         return _wide(head(rows))
 
     def logprobs(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """log p of each row's targets, (W, n). Slices of rows, so that the logits of all rows never exist at once."""
+        """log p of each row's targets, (W, n). Computed in slices of rows, so that the logits of all rows never exist
+        at once."""
         step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
         parts = []
         for start in range(0, len(rows), step):
@@ -154,24 +156,26 @@ class Decoder:
         return torch.cat(parts)
 
     def likeliest(self, rows: Tensor, count: int) -> Tensor:
-        """(W, 2 * count): the likeliest tokens of each row, as floats (which hold every id), and their log-probs."""
+        """(W, 2 * count): the most likely tokens of each row, as floats (which represent every id), and their
+        log-probs."""
         step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
         parts = [top_logprobs(self.logits(rows[at : at + step]), count) for at in range(0, len(rows), step)]
         return torch.cat([torch.cat([ids.to(values.dtype), values], dim=1) for ids, values in parts])
 
     def _vocabulary_head(self) -> nn.Linear:
         if self.kind != "causal":
-            raise RequestError(f"{self.name} has no vocabulary head: it scores, it does not generate")
+            raise RequestError(f"{self.name} has no vocabulary head: it can score but not generate")
         return self.module.get_output_embeddings()  # type: ignore[no-any-return, operator]
 
     @property
     def plain_logits(self) -> bool:
-        """Whether nothing is done to the logits after the head."""
+        """Whether the logits are used as the head computes them."""
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         return all(getattr(self.config, name, None) is None for name in names)
 
     def finish(self, logits: Tensor) -> Tensor:
-        """What some families do to their logits; `support.inspect` compares the result with the module's own."""
+        """Postprocessing of the logits in some families; `support.inspect` compares the result with the module's
+        own."""
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
@@ -183,7 +187,7 @@ class Decoder:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
+    """Cast to at least float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

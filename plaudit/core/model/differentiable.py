@@ -1,7 +1,6 @@
-"""The fused kernels of norms, gates, rotary embeddings and experts, with their backward passes where gradients are
-wanted.
+"""Fused kernels of norms, gates, rotary embeddings and experts, with backward passes where gradients are needed.
 
-They keep for backward what they were given and nothing else; plain modules keep what they computed on the way too.
+They save only their inputs for the backward pass; plain modules also save their intermediate results.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class _ExpertProduct(Function):
                 dx = kernels.combined(dx, None, per)
         if ctx.needs_input_grad[1]:
             dweight = kernels.weight_gradient(x, grad, routes, per, by_pair)
-        if bias is not None and ctx.needs_input_grad[2]:  # as a product: its sums have one order
+        if bias is not None and ctx.needs_input_grad[2]:  # as a matrix product: its sums have one fixed order
             places = torch.arange(len(routes.order), device=grad.device)
             experts = torch.searchsorted(routes.ends, places, right=True)
             chosen = F.one_hot(experts, len(routes.ends)).to(grad.dtype)
@@ -142,8 +141,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def experts(module: Any, silu: bool, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What the experts of a mixture (weights of all of them in one tensor) make of x (tokens, hidden), for the experts
-    `ids` and their weights (tokens, choices). `silu`: the module's gate is silu(first half) * second half."""
+    """The output of a mixture's experts (all weights in one tensor) for x (tokens, hidden), the experts `ids` and their
+    weights (tokens, choices). `silu`: the module's gate is silu(first half) * second half."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     (first, bias), (down, down_bias) = (
         (getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None) for name in names
@@ -181,7 +180,7 @@ def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) 
 
 
 def gated_norm(module: Any, epsilon: float, how: str, parts: int, x: Tensor, gate: Tensor) -> Tensor:
-    """As `kernels.rms_norm` with a gate, over equal parts of a row."""
+    """As `kernels.rms_norm` with a gate, over equal groups of a row."""
     weight = module.weight.view(parts, -1)
 
     def fused(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ def delta_rule(
     original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
     state: Tensor | None, norm: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As `original`, a function of transformers; a state that is given is changed in place."""
+    """As `original`, a transformers function; a state that is passed is updated in place."""
     inputs = (query, key, value, decay, beta)
     if state is None:
         state = _no_state(value, key.shape[-1], value.shape[-1])
@@ -230,7 +229,7 @@ def _no_state(value: Tensor, *sizes: int) -> Tensor:
 def state_space(
     original: Callable[..., Tensor], inputs: Sequence[Tensor], state: Tensor | None, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As `original`, of the inputs that `kernels.state_space` takes; a state that is given is changed in place."""
+    """As `original`, with the inputs of `kernels.state_space`; a state that is passed is updated in place."""
     if state is None:
         value, key = inputs[0], inputs[3]
         state = _no_state(value, value.shape[-1], key.shape[-1])
@@ -244,7 +243,7 @@ def state_space(
 def convolution(
     original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:  # fmt: skip
-    """As `original`, a function of transformers, of whole sequences."""
+    """As `original`, a transformers function, for whole sequences."""
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not _wanted(*inputs):
         return kernels.convolution(x, weight, bias, activation is not None)
@@ -263,7 +262,7 @@ def _wanted(*inputs: Tensor) -> bool:
 
 
 MIXTURE: Mapping[str, Callable[..., Any]] = {"experts": experts, "router": softmax_top}
-# By the names that transformers has for them.
+# By their transformers names.
 RECURRENT: Mapping[str, Callable[..., Any]] = {
     "torch_recurrent_gated_delta_rule": delta_rule, "torch_chunk_gated_delta_rule": delta_rule,
     "recurrent_kimi_delta_attention": delta_rule, "chunk_kimi_delta_attention": delta_rule,

@@ -21,8 +21,8 @@ _MAKING = threading.Lock()
 
 
 class _Applied(threading.local):
-    """The fusions of this thread's forward passes under way, and whether their products are few rows that have to be
-    steadied."""
+    """The fusions active in this thread's forward passes, and whether their products have few rows and need
+    steadying."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[Fusion, bool]] = []
@@ -46,8 +46,8 @@ def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `context_fn` of torch's checkpoint: a layer that is computed again in the backward pass, in a thread of
-    autograd's own, runs on the kernels of its forward pass."""
+    """For `context_fn` of torch's checkpoint: a layer recomputed in the backward pass, in an autograd thread, uses the
+    kernels of its forward pass."""
     if not _APPLIED.passes:
         return nullcontext(), nullcontext()
     fusion, steady = _APPLIED.passes[-1]
@@ -57,13 +57,13 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 def _fusion(module: nn.Module) -> Fusion | None:
     base = trunk(module)
     parameter = next(base.parameters())
-    # Sharded weights are whole inside their layer alone.
+    # Sharded weights are whole only inside their layer.
     if parameter.dtype not in (HALF if parameter.is_cuda else (torch.float32,)) or isinstance(parameter, DTensor):
         return None
     with _MAKING:
         if module not in _FUSIONS:
             if parameter.is_cuda:
-                from plaudit.core.model import differentiable  # brings triton
+                from plaudit.core.model import differentiable  # imports triton
 
                 _FUSIONS[module] = Fusion(base, differentiable)
             else:

@@ -1,9 +1,9 @@
-"""Fused kernels for parts of a model that every family writes the same way, found by what they compute.
+"""Fused kernels for modules that every family implements the same way, recognised by what they compute.
 
 Norms, gated MLPs, experts and their routers, rotary embeddings and recurrent layers cost many small launches in eager
-mode. A part is replaced only if a kernel gave what the part itself gives on random input, so nothing
-depends on a model's name; what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module
-itself is not changed. Products are steady there too, where that is asked for (algo/tokens/products.py).
+mode. A module is replaced only if a kernel gives the module's own result on random input, so nothing depends on a
+model's name; what is not recognised runs unchanged. Replacements are active inside `applied()` only: the module itself
+is not changed. Products are steadied there too, where requested (algo/tokens/products.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from plaudit.core.model.operations import elementwise
 from plaudit.models.positions import SHIFTING
 
 Call = Callable[..., Any]
-MOST_EXPERTS = 1024  # of a router that a kernel replaces
-SCALES = (1, 30)  # of what is tried: some layers clamp large values
+MOST_EXPERTS = 1024  # attributes of a router that a kernel replaces
+SCALES = (1, 30)  # magnitude of the trial inputs: some layers clamp large values
 ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
-PROBED = 64  # size of the heads that a rotary embedding is tried on
+PROBED = 64  # head size that a rotary embedding is tried with
 
 
 class Kernels(Protocol):
@@ -55,7 +55,7 @@ class Fusion:
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         self._originals: list[tuple[Any, str, Call]] = []
-        self._inside = 0  # passes under way, each of which may be another thread's
+        self._inside = 0  # active passes, each possibly in another thread
         self._lock = threading.Lock()
         kind_of: dict[tuple[type, Any], str | None] = {}
         for module in trunk.modules():
@@ -86,7 +86,7 @@ class Fusion:
                     self.functions.append((home, name, fused))
 
     def covers(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether a kernel gave what each of these parts gives, and what the rotary embedding does."""
+        """Whether a kernel replaces each of these modules, and the rotary embedding."""
         fused_modules = {module for module, _ in self.forwards}
         return any(name == "apply_rotary_pos_emb" for _, name, _ in self.functions) and fused_modules.issuperset(parts)
 
@@ -145,7 +145,7 @@ class Fusion:
         key = (type(module), weight.dtype)
         if key not in kind_of:
             probe, gate = (scale * _random(weight, 4, columns) for scale in SCALES)
-            # Mamba's norm is given what a scan sums up in float32.
+            # Mamba's norm takes a scan's result in float32.
             kinds = {"silu": probe, "sigmoid": probe, "first": probe.float()}
             try:
                 kind_of[key] = next(
@@ -202,7 +202,7 @@ class Fusion:
             self.forwards.append((module, partial(fused, kind == "silu")))
 
     def _router(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
-        """One that takes the best of a softmax over its logits, and may norm them."""
+        """A router that takes the top k of a softmax over its logits, and may normalise them."""
         weight, kernel = module.weight, self.kernels.MIXTURE["router"]
 
         def fused(normed: bool, dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +223,7 @@ class Fusion:
 
 
 def are_experts(module: Any) -> bool:
-    """As transformers writes them where one function may take the place of another."""
+    """Whether they are written as in transformers, so that one function can replace another."""
     marked = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
     if not marked:
         return False
@@ -232,7 +232,7 @@ def are_experts(module: Any) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """With a weight and nothing else: a bias or a correction that is still zero would not show in a trial."""
+    """Has a weight and nothing else: a bias or a correction that is still zero would not show in a trial."""
     weight = getattr(module, "weight", None)
     names_choices = type(module).__name__.endswith("Router") and isinstance(getattr(module, "top_k", None), int)
     if not names_choices or len([*module.parameters(), *module.buffers()]) != 1:
@@ -241,21 +241,21 @@ def _is_router(module: nn.Module) -> bool:
 
 
 def is_silu(activation: Call, device: torch.device | str = "cpu") -> bool:
-    """Tried by itself, in float32: of small weights in half precision a whole layer is too coarse to tell it from
-    others."""
+    """Tried separately, in float32: with small weights in half precision a whole layer is too coarse to distinguish it
+    from other activations."""
     x = torch.linspace(-30, 30, 256, device=device)
     return _same(activation(x), F.silu(x), 64)
 
 
 def _gates_by_silu(module: Any, like: Tensor) -> bool:
-    """The same of experts, whose gate is a method: silu(first half) * second half, of any size."""
+    """The same for experts, whose gate is a method: silu(first half) * second half, of any size."""
     gate = torch.linspace(-30, 30, 256, device=like.device)
     up = gate.flip(0)
     return _same(module._apply_gate(torch.cat([gate, up])[None]), (F.silu(gate) * up)[None], 64)
 
 
 def _same_choice(result: tuple[Tensor, ...], expected: Any) -> bool:
-    """Of experts whose logits are equal either may be chosen."""
+    """Of experts with equal logits, either may be chosen."""
     if not isinstance(expected, tuple) or len(expected) != 3 or not all(isinstance(x, Tensor) for x in expected):
         return False
     same_types = all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(result, expected, strict=True))
@@ -274,8 +274,8 @@ def _looks_at_length(module: nn.Module) -> bool:
 
 
 def _short_rotary(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Its own forward pass, without the look at the furthest position, for which a GPU would have to be waited for: no
-    sequence gets to where its frequencies change (models/positions.py)."""
+    """Its own forward pass without the check of the furthest position, which would synchronise with the GPU: no
+    sequence reaches the positions where its frequencies change (models/positions.py)."""
     rotary.original_inv_freq = rotary.inv_freq = rotary.original_inv_freq.to(x.device)
     cos_sin: tuple[Tensor, Tensor] = inspect.unwrap(type(rotary).forward)(rotary, x, position_ids)
     return cos_sin
@@ -296,7 +296,7 @@ def _rotary_or(kernels: Kernels, original: Call) -> Call:
 
 
 def _delta_or(original: Call, kernel: Call) -> Call:
-    """Of one token or many. A state that is taken by the kernel is written in place."""
+    """One token or many. A state that the kernel uses is updated in place."""
 
     def rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any,
@@ -318,7 +318,7 @@ def _delta_or(original: Call, kernel: Call) -> Call:
 
 
 def _scan_or(original: Call, kernel: Call) -> Call:
-    """Of `mamba2_chunk_scan`. A state that is taken by the kernel is written in place."""
+    """Replaces `mamba2_chunk_scan`. A state that the kernel uses is updated in place."""
 
     def scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
@@ -348,8 +348,8 @@ def _scan_or(original: Call, kernel: Call) -> Call:
 
 
 def _state_step_or(original: Call, kernel: Call) -> Call:
-    """Of `mamba2_selective_state_update`, which writes the state in place itself and is given what a head has once for
-    each of its values. What it gives is in float32, as a scan is."""
+    """Replaces `mamba2_selective_state_update`, which updates the state in place and takes per-head inputs repeated for
+    each of the head's values. Its output is float32, as that of a scan."""
 
     def step(
         state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
@@ -369,7 +369,7 @@ def _state_step_or(original: Call, kernel: Call) -> Call:
 
 
 def _whole_convolution_or(original: Call, kernel: Call) -> Call:
-    """Of `causal_conv1d_fn`."""
+    """Replaces `causal_conv1d_fn`."""
 
     def convolved(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **named: Any
@@ -386,7 +386,7 @@ def _whole_convolution_or(original: Call, kernel: Call) -> Call:
 
 
 def _convolution_or(original: Call, kernel: Call) -> Call:
-    """Of `causal_conv1d_update`, which writes the state in place itself."""
+    """Replaces `causal_conv1d_update`, which updates the state in place."""
 
     def step(
         hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
@@ -406,11 +406,11 @@ REPLACED = {
     "mamba2_selective_state_update": _state_step_or, "mamba2_chunk_scan": _scan_or,
     "causal_conv1d_update": _convolution_or, "causal_conv1d_fn": _whole_convolution_or,
 }  # fmt: skip
-"""Functions of transformers' recurrent layers, and how a kernel takes the place of one."""
+"""Functions of transformers' recurrent layers, and how a kernel replaces each."""
 
 
 def _same_step(name: str, original: Call, fused: Call, trunk: nn.Module) -> bool:
-    """Output and state, on random input of a recurrence or a convolution."""
+    """Compares output and state on random input of a recurrence or a convolution."""
     like = next(trunk.parameters())
     try:
         with torch.no_grad():
@@ -472,18 +472,18 @@ def _same_rotary(kernels: Kernels, original: Call, like: Tensor) -> bool:
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
-    """From a generator of its own: what a model draws later does not depend on how often it was tried."""
+    """Drawn from a separate generator: what a model samples later does not depend on the number of trials."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
 
 
 def _roundings(x: Tensor) -> int:
-    """That sums may differ by: those of float32 round in every step."""
+    """Tolerance for sums: float32 ones round at every step."""
     return 64 if x.dtype == torch.float32 else 4
 
 
 def _same(result: Tensor, expected: Any, roundings: int = 4) -> bool:
-    """Equal to the rounding of the dtype."""
+    """Equal up to rounding of the dtype."""
     if not isinstance(expected, Tensor) or result.shape != expected.shape:
         return False
     scale = expected.float().abs().max().clamp_min(1e-6)

@@ -1,9 +1,9 @@
-"""The last layer on wanted rows only.
+"""Runs the last layer on the requested rows only.
 
-Every token's keys and values are needed in the last layer, but its output only where somebody reads it. The layer runs
-twice: once on all rows as far as its attention, which takes keys and values and breaks off, then on the wanted rows
-alone. No layer code is known here; a trial when the engine is made shows whether a model takes it, and if not, all rows
-are computed.
+Every token's keys and values are needed in the last layer, but its output only at the rows that are read. The layer
+runs twice: once on all rows up to its attention, which stores keys and values and aborts the call, then on the
+requested rows alone. Nothing here depends on layer code; a trial at engine construction decides whether a model
+supports it, and if not, all rows are computed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from plaudit.core.model.attention import Layout, Rule
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import pack
 
-WORTH = 4  # narrow if wanted rows are at most one in this many
+WORTH = 4  # narrow if the requested rows are at most one in this many
 
 
-class _BrokenOff(Exception):
+class _LayerDone(Exception):
     """Keys and values of the last layer are stored; the rest of it is not needed."""
 
 
 class _Narrow(Layout):
-    """Stands before a layout while the last layer runs twice. Earlier layers go straight through."""
+    """Wraps a layout while the last layer runs twice. Earlier layers pass through."""
 
     def __init__(self, inner: Layout, wanted: Tensor, last: int) -> None:
         super().__init__(inner.groups, inner.restore)
@@ -40,7 +40,7 @@ class _Narrow(Layout):
             return self.inner.attend(layer, query, key, value, rule)
         if self.stored is None:
             self.stored = self.inner.context(layer, key, value)
-            raise _BrokenOff
+            raise _LayerDone
         return self.inner.attend_wanted(layer, self.wanted, query, *self.stored, rule)
 
 
@@ -48,7 +48,7 @@ class WantedRows:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.last = len(decoder.layers) - 1
-        # What a recurrent layer makes of a row depends on the rows before it.
+        # A recurrent layer's output at a row depends on the rows before it.
         self.layer = None if decoder.states else _last_layer(decoder)
         self._narrowing: _Narrow | None = None
         self._tried = decoder.lean is None
@@ -59,7 +59,7 @@ class WantedRows:
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
         """(W, hidden): the rows `wanted` of the packed row."""
         lean = self.decoder.lean
-        known = self.layer is not None and (self._tried or lean is not None)  # a hook may have come since
+        known = self.layer is not None and (self._tried or lean is not None)  # a hook may have been registered since
         if not known or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
             return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
         if lean is not None:
@@ -75,11 +75,11 @@ class WantedRows:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if self._narrowing is not narrow:  # an interruption has kept it from being removed
+            if self._narrowing is not narrow:  # an interrupt prevented its removal
                 return args, kwargs
-            with suppress(_BrokenOff):
+            with suppress(_LayerDone):
                 layer.forward(*args, **kwargs)
-            cut = _Cut(wanted, tokens)
+            cut = _SelectRows(wanted, tokens)
             return tuple(cut(a) for a in args), {name: cut(value) for name, value in kwargs.items()}
 
         try:
@@ -101,7 +101,7 @@ class WantedRows:
         try:
             whole = self.decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)[wanted]
             part = self._narrow(packed.input_ids, packed.position_ids, packed.layout, wanted)
-        except Exception:  # whatever a strange layer trips over, it can still be run on all rows
+        except Exception:  # whatever error an unusual layer raises, it can still run on all rows
             return False
         finally:
             module.train(training)
@@ -109,8 +109,8 @@ class WantedRows:
         return part.shape == whole.shape and bool((part - whole).abs().max() <= tolerance * whole.abs().max())
 
 
-class _Cut:
-    """Takes the wanted rows of whatever is (1, T, ...)."""
+class _SelectRows:
+    """Selects the requested rows of anything of shape (1, T, ...)."""
 
     def __init__(self, wanted: Tensor, tokens: int) -> None:
         self.wanted = wanted

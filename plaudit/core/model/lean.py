@@ -1,10 +1,10 @@
-"""The trunk of a Llama-shaped decoder, run on its own weights without the cost of its modules.
+"""The trunk of a Llama-shaped decoder, run on the module's own weights without the module overhead.
 
-For small models on a CPU most of a step is overhead: modules calling modules, norms and rotary embeddings of many small
-operations; on a GPU it is launches. This is the same arithmetic in few calls, with `operations` for what lies between
-the products. It is used only for a module that has just these parts and whose own forward gave the same rows in a
-trial; every other model runs as it is. It holds no weights: they are read from the module's parts in every call, so new
-weights are used at once; a number of steps may share a copy of small ones (device/columns.py).
+For small models on a CPU most of a step is overhead: nested module calls, norms and rotary embeddings of many small
+operations; on a GPU it is launches. This is the same arithmetic in few calls, with `operations` for the steps between
+the matrix products. It is used only for a module that has exactly these parts and whose own forward gave the same rows
+in a trial; every other model runs unchanged. It has no weights of its own: they are read from the module in every
+call, so new weights are used at once; several steps may share a copy of small ones (device/columns.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from plaudit.core.model.operations import Operations, Rotation
 from plaudit.core.model.split import RowLinear
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-# Rotary embeddings whose angles hang on nothing but the position, in sequences of models.positions.longest_sequence.
+# Rotary embeddings whose angles depend on the position only, in sequences of models.positions.longest_sequence.
 FIXED_ANGLES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
+OPTIONAL_NORMS = ("q_norm", "k_norm")  # per head, as in Qwen 3
 
 
 class Layer(NamedTuple):
     """The parts of one layer by name. Attribute access on a module is slow, so these are the modules' own tables, in
-    which an adapter that takes a part's place is found at once."""
+    which an adapter that replaces a part is seen at once."""
 
     norms: dict[str, nn.Module]
     attention: dict[str, nn.Module]
     mlp: dict[str, nn.Module]
-    gated: bool  # whether those are a gate, what it opens and what is behind: else the part is called as it is
+    gated: bool  # whether it is a gated MLP (gate, up, down): else the module is called unchanged
     dim: int
     rule: Rule
 
@@ -56,29 +56,29 @@ class LeanTrunk:
         self.trunk = trunk
         self.operations = operations
         self.layers = [_parts(layer, rule) for layer, rule in zip(trunk.layers, rules, strict=True)]
-        self._columns: Sequence[Columns] | None = None  # of the steps under way
-        self._least: int | None = None  # rows of its products, once it is known
-        # The modules' own tables of hooks: what is registered later is in them.
+        self._columns: Sequence[Columns] | None = None  # of the current steps
+        self._least: int | None = None  # minimum rows of its products, once known
+        # The modules' own tables of hooks, so that hooks registered later are seen.
         self._hooks = [hooks for part in trunk.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody listens to a part of the trunk."""
+        """Whether a hook is registered on any part of the trunk."""
         return any(self._hooks)
 
     @property
     def adapted(self) -> bool:
-        """Whether something has taken the place of a product, which may have narrow ones of its own."""
+        """Whether an adapter replaces a linear layer; it may have narrow products of its own."""
         tables = (table for layer in self.layers for table in (layer.attention, layer.mlp))
         return any(name.endswith("_proj") and type(part) is not nn.Linear for t in tables for name, part in t.items())
 
     @property
     def plain(self) -> bool:
-        """Whether its products are all there is: no experts, and nothing in the place of a product."""
+        """Whether it consists of its linear layers only: no experts, and no adapter."""
         return all(layer.gated for layer in self.layers) and not self.adapted
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of so many positions, where an angle depends on nothing but its position."""
+        """cos and sin for this many positions, where an angle depends on its position only."""
         if getattr(self.trunk.rotary_emb, "rope_type", None) not in FIXED_ANGLES:
             return None
         like = next(self.trunk.parameters())
@@ -87,7 +87,7 @@ class LeanTrunk:
 
     @property
     def replaced(self) -> list[nn.Module]:
-        """The parts of the module that `operations` stand in for, the rotary embedding aside."""
+        """The parts of the module that `operations` replace, except the rotary embedding."""
         parts: list[nn.Module] = [self.trunk.norm]
         for layer in self.trunk.layers:
             parts += [layer.input_layernorm, layer.post_attention_layernorm]
@@ -97,21 +97,21 @@ class LeanTrunk:
 
     @staticmethod
     def fits(trunk: Any, operations: Operations) -> bool:
-        """Whether the trunk has the parts, and no others; what they compute is for the trial to say."""
+        """Whether the trunk has these parts and no others; the trial compares what they compute."""
         layers = getattr(trunk, "layers", None)
         if not isinstance(layers, nn.ModuleList) or set(dict(trunk.named_children())) - {
             "embed_tokens", "layers", "norm", "rotary_emb"
         }:  # fmt: skip
             return False
         rotary = getattr(trunk, "rotary_emb", None)
-        turned = 2 * len(getattr(rotary, "inv_freq", ()))  # numbers of a head
+        turned = 2 * len(getattr(rotary, "inv_freq", ()))  # head size
         return type(trunk.embed_tokens) is nn.Embedding and all(
             _layer_fits(layer, turned, operations.mixtures) for layer in layers
         )
 
     @contextmanager
     def stepping(self, columns: Sequence[Columns] | None) -> Iterator[None]:
-        """Inside, `hidden` is called for all tokens of few rows, with these weights."""
+        """Inside, `hidden` is called for all tokens of a few rows, with these weights."""
         self._columns = columns
         try:
             yield
@@ -120,17 +120,18 @@ class LeanTrunk:
 
     @property
     def normed(self) -> bool:
-        """Whether heads have norms of their own."""
+        """Whether heads have their own norms."""
         return any(name in layer.attention for layer in self.layers for name in OPTIONAL_NORMS)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None) -> Tensor:
-        """(1, T) tokens -> (T, hidden), or the rows `wanted` of it."""
+        """(1, T) tokens -> (T, hidden), or only the rows `wanted`."""
         if layout.exact:
             return self._exact_hidden(input_ids, position_ids, layout, wanted)
         return self._hidden(input_ids, position_ids, layout, wanted)
 
     def _exact_hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
-        """Few rows among copies of the last one, so that no product has less than it needs for the bits of many."""
+        """Pads a few rows with copies of the last one, so that every product has enough rows to give the bits of
+        many."""
         tokens = input_ids.shape[1]
         count = tokens if wanted is None else len(wanted)
         if count >= CPU_MOST:
@@ -190,7 +191,7 @@ class LeanTrunk:
     def _mlp(self, layer: Layer, y: Tensor) -> Tensor:
         if not layer.gated:
             out = layer.norms["mlp"](y[None])
-            rows: Tensor = (out if isinstance(out, Tensor) else out[0])[0]  # a router's choices may come with them
+            rows: Tensor = (out if isinstance(out, Tensor) else out[0])[0]  # with a router's choices in some models
             return rows
         gated = self.operations.gated_products(y, layer.mlp["gate_proj"], layer.mlp["up_proj"])
         (down,) = self.operations.products(gated, [layer.mlp["down_proj"]])
@@ -199,11 +200,11 @@ class LeanTrunk:
     def _few_rows(
         self, index: int, columns: Columns, x: Tensor, y: Tensor, rotation: Rotation, layout: Layout, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
-        """A whole layer: the rows after it, and the norm of them."""
+        """A whole layer: the rows after it, and their norm."""
         layer = self.layers[index]
         heads = torch.mm(y, columns.query_key_value).view(len(y), -1, layer.dim)
         query = columns.out.shape[0] // layer.dim
-        turned = (query + heads.shape[1]) // 2  # those of queries and keys
+        turned = (query + heads.shape[1]) // 2  # the norms of queries and keys
         rotated = rotation.one(heads[:, :turned])
         out = layout.attend(index, rotated[:, :query], rotated[:, query:], heads[:, turned:], layer.rule)
         attended = torch.mm(out.reshape(len(out), -1), columns.out)
@@ -236,7 +237,7 @@ class LeanTrunk:
 
 
 class _FirstRows(Layout):
-    """Stands before the layout of the first `count` rows of those that are computed."""
+    """Restricts a layout to the first `count` of the computed rows."""
 
     def __init__(self, inner: Layout, count: int) -> None:
         super().__init__(inner.groups, inner.restore, exact=inner.exact)
@@ -258,7 +259,7 @@ class _FirstRows(Layout):
 
 
 def _with_copies(x: Tensor, least: int) -> Tensor:
-    """Of the last element, behind it: (N,) -> (max(N, least),)."""
+    """Pads with copies of the last element: (N,) -> (max(N, least),)."""
     return x if len(x) >= least else torch.cat([x, x[-1:].expand(least - len(x))])
 
 

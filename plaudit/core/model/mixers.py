@@ -1,8 +1,9 @@
 """Recurrent and convolution layers on a packed row: transformers' own modules, called sequence by sequence.
 
 A mixer is a part of a layer that carries a state from token to token: the tail of a convolution, the matrix of a delta
-rule or of Mamba. It is known by its shape (a number of its layer, a convolution, a cache among its arguments), and it
-runs unchanged; only what it is given differs. `layout.mix` says which rows belong together and where their states are.
+rule or of Mamba. It is recognised by its structure (a layer index, a convolution, a cache among its arguments) and
+runs unchanged; only its inputs differ. `layout.mix` determines which rows belong together and where their states are
+stored.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-CACHES = ("cache_params", "past_key_values")  # what mixers call the argument that has their state
-ALIKE = 64  # lengths that go through a mixer together on a CPU, the shorter ones with rows behind their end: its chunk
-NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
-STATE_STEP = "mamba2_selective_state_update"  # of transformers' files: one token by Mamba-2
-PACKED = "packed_mixers"  # on a model and its trunk: its mixers take packed rows
+CACHES = ("cache_params", "past_key_values")  # names of the mixers' argument that has their state
+ALIKE = 64  # lengths that go through a mixer together on a CPU, the shorter ones padded at the end: its chunk
+NO_LIMITS = (0.0, math.inf)  # of Mamba's time steps
+STATE_STEP = "mamba2_selective_state_update"  # in transformers' modules: one token of Mamba-2
+PACKED = "packed_mixers"  # attribute of a model and its trunk: its mixers take packed rows
 
 State = dict[tuple[str, int], Tensor]
-"""A layer's state of some sequences: ("conv" or "recurrent", which of them) -> (sequences, ...)."""
+"""A layer's state of several sequences: (("conv" or "recurrent"), index) -> (sequences, ...)."""
 StateShapes = Mapping[int, Mapping[tuple[str, int], tuple[torch.Size, torch.dtype]]]
-"""Per layer, what it keeps of one sequence."""
+"""Per layer, the state of one sequence."""
 
 
 class Carry:
-    """What a mixer takes for its cache: the state of its own layer, of the sequences of one call. A mixer reads
-    `layers[its number]`, which is this object again. Without a state the sequences begin here."""
+    """The cache that a mixer is called with: its layer's state, for the sequences of one call. A mixer reads
+    `layers[layer index]`, which is this object again. Without a state the sequences start at their first token."""
 
-    record_past = False  # of transformers' caches: states are not rolled back
+    record_past = False  # part of transformers' cache interface: states are not rolled back
 
     def __init__(self, state: State | None = None) -> None:
         state = state or {}
@@ -64,7 +65,7 @@ class Carry:
         self, conv_states: Tensor, layer_idx: int | None = None, state_idx: int = 0,
         conv_kernel_size: int | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """Keep the last columns of (B, channels, L), and give all that the convolution sees."""
+        """Store the last columns of (B, channels, L), and return all columns that the convolution reads."""
         width = conv_kernel_size or conv_states.shape[-1]
         before = self.conv_states.get(state_idx)
         if before is not None:
@@ -93,7 +94,8 @@ class Mixer:
         self.layer: int = part.layer_idx  # type: ignore[assignment]
 
     def __call__(self, rows: Tensor, carry: Carry | None = None) -> Tensor:
-        """(B, L, width) of B sequences -> the same. `carry` has their states before, and after it those at the end."""
+        """(B, L, width) of B sequences -> the same shape. `carry` has their states before the call, and afterwards the
+        final ones."""
         forward: Any = type(self.part).forward
         states: dict[str, Any] = {} if carry is None else {str(_cache_name(type(self.part))): carry}
         if carry is not None and carry.has_previous_state() and rows.shape[1] == 1 and bounded(self.part):
@@ -103,7 +105,7 @@ class Mixer:
 
 
 def limits_of(part: nn.Module) -> tuple[float, float]:
-    """Of the steps of Mamba-2."""
+    """Limits of the time steps of Mamba-2."""
     low, high = getattr(part, "time_step_limit", NO_LIMITS)
     return float(low), float(high)
 
@@ -113,8 +115,8 @@ def bounded(part: nn.Module) -> bool:
 
 
 def _with_limits(original: Any) -> Any:
-    """transformers keeps the steps of a prompt within limits, and forgets to where one token is decoded: the same model
-    would say other things of a token in a prompt and behind one. With `dt_limit` it is kept here too."""
+    """transformers clamps the time steps of a prompt, but not those of a single decoded token: the same model would
+    compute different values for a token in a prompt and in a decode step. With `dt_limit` they are clamped here too."""
 
     @wraps(original)
     def step(
@@ -147,7 +149,7 @@ def _cache_name(kind: Any) -> str | None:
 
 
 def pack_mixers(module: nn.Module) -> None:
-    """Let a model's mixers take packed rows where they are called with a layout. A bound method and no closure: a copy
+    """Make a model's mixers take packed rows when they are called with a layout. A bound method and no closure: a copy
     of the module gets its own."""
     parts = mixers_of(module)
     for part in parts:
@@ -161,8 +163,8 @@ def pack_mixers(module: nn.Module) -> None:
 
 
 def told(trunk: nn.Module, layout: Any) -> dict[str, Any]:
-    """How a trunk is called so that its layers hear of the layout. Some hand to their mixers only what transformers
-    has for packed rows, `seq_idx`."""
+    """Keyword arguments of a trunk's call that pass the layout to its layers. Some pass to their mixers only `seq_idx`,
+    transformers' argument for packed rows."""
     return {"layout": layout, "seq_idx": layout} if getattr(trunk, PACKED, False) else {"layout": layout}
 
 
@@ -180,7 +182,7 @@ def mix_whole(
     mixer: Mixer, hidden_1TW: Tensor, spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray]
 ) -> Tensor:  # fmt: skip
     """Every sequence from its first token, without states: gradients are those of the module itself. Where sequences
-    share rows, the mixer goes over them once for each. `spans` and `rows` as in `packed_layout`."""
+    share rows, the mixer runs over them once for each. `spans` and `rows` as in `packed_layout`."""
     alike = ALIKE if hidden_1TW.device.type == "cpu" else 1
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, tokens in enumerate(rows):

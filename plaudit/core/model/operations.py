@@ -1,6 +1,6 @@
-"""What is computed between the products, in plain torch: by a lean trunk (on a GPU: `device/kernel_operations.py`) and
-by a learner on a CPU (on a GPU: `differentiable.py`), with backward passes that go over the rows half as often as
-autograd does with the modules' own steps."""
+"""The operations between the matrix products, in plain torch: used by a lean trunk (on a GPU:
+`device/kernel_operations.py`) and by a learner on a CPU (on a GPU: `differentiable.py`), with backward passes that
+read the rows half as often as autograd does with the modules' own steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-LANES = 64  # numbers that any CPU's vector code takes in whole passes: two vectors of AVX-512 are 32
-# Torch shares a tensor out among threads by so many numbers each; gelu among all threads from 16,384 numbers on.
+LANES = 64  # a multiple of every CPU's vector width: two AVX-512 vectors are 32 numbers
+# Torch splits a tensor among threads in blocks of this many numbers; gelu among all threads from 16,384 numbers on.
 GRAIN, FEWEST = 32768, 16384
-MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
-RECURRENT: Mapping[str, Callable[..., Any]] = {}  # parts of recurrent layers are the modules' own,
-MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so are experts and their routers
+MANY_ROWS = 256  # up to here one more call costs more than copying queries and keys into one tensor
+RECURRENT: Mapping[str, Callable[..., Any]] = {}  # recurrent layers use the modules' own functions,
+MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so do experts and their routers
 
 
 class _Substituted(Function):
@@ -41,15 +41,15 @@ class _Substituted(Function):
 
 
 def with_gradients_of(original: Callable[..., Tensor], fused: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """What `fused` makes of the inputs, with the gradients of `original`, which is computed in the backward pass."""
+    """The output of `fused`, with the gradients of `original`, which is computed in the backward pass."""
     out: Tensor = _Substituted.apply(original, fused, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), each number by torch's vector code on a CPU. What is left behind the last whole vector of a thread's
-    share it computes one by one, and there silu, gelu and sigmoid round otherwise: the last numbers of a row would
-    depend on the rows behind it. So x is filled up where it does not come out even."""
+    """function(x), with every number computed by torch's vector code on a CPU. Numbers after the last whole vector of a
+    thread's block are computed one by one, and there silu, gelu and sigmoid round differently: the last numbers of a
+    row would depend on the rows after it. So x is padded to whole vectors."""
     missing = 0 if x.is_cuda else _missing(x.numel())
     if not missing and (x.is_cuda or x.is_contiguous()):
         return function(x)
@@ -57,7 +57,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _missing(count: int) -> int:
-    """Numbers to add until every thread's share is whole vectors."""
+    """Numbers to add until every thread's block is whole vectors."""
     even, threads = count, torch.get_num_threads()
     while even % (step := LANES * (math.lcm(threads, min(threads, -(-even // GRAIN))) if even > FEWEST else 1)):
         even += step - even % step
@@ -88,16 +88,16 @@ class Rotation:
 class Operations:
     """`x` of add_norm and `gate` of gated may be overwritten."""
 
-    steady = False  # whether products are those of any number of rows: a GPU's matter
-    mixtures = False  # whether layers with experts, called as they are, give few rows the bits of many
+    steady = False  # whether products have the bits of any number of rows: applies to a GPU
+    mixtures = False  # whether layers with experts, called unchanged, give few rows the bits of many
 
     def compute(self, trunk: nn.Module, parts: Sequence[nn.Module]) -> bool:
-        """Whether these parts of a trunk, one by one, compute what stands in for them here, as far as that can be told
-        apart from the rows of the whole trunk."""
+        """Whether each of these parts of a trunk computes what its replacement here computes, as far as that can be
+        tested without the rows of the whole trunk."""
         return True
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
-        """cos and sin (T, D), as the module's own rotary embedding gives them."""
+        """cos and sin (T, D), as returned by the module's own rotary embedding."""
         cos, sin = cos[:, None], sin[:, None]
         half = sin.shape[-1] // 2
         return Rotation(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
@@ -111,7 +111,7 @@ class Operations:
     def both_norms(
         self, xs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], epsilons: tuple[float, float]
     ) -> tuple[Tensor, Tensor]:
-        """Of the heads of queries and keys."""
+        """Norms of the heads of queries and keys."""
         first, second = (self.norm(*each) for each in zip(xs, weights, epsilons, strict=True))
         return first, second
 
@@ -124,7 +124,7 @@ class Operations:
         return elementwise(_silu_in_place, gate).mul_(up)
 
     def products(self, x: Tensor, parts: Sequence[nn.Module]) -> list[Tensor]:
-        """What each of these linear parts makes of x."""
+        """The output of each of these linear layers for x."""
         return [linear(x, part) for part in parts]
 
     def gated_products(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
@@ -132,7 +132,7 @@ class Operations:
 
 
 def linear(x: Tensor, part: nn.Module) -> Tensor:
-    if type(part) is not nn.Linear:  # its ranks add up, or an adapter has taken its place since the trial
+    if type(part) is not nn.Linear:  # its ranks are summed, or an adapter has replaced it since the trial
         adapted: Tensor = part(x)
         return adapted
     parameters = part._parameters
@@ -144,7 +144,7 @@ def _silu_in_place(x: Tensor) -> Tensor:
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
-    """(..., 1). By torch's vector norm, which goes over the rows once."""
+    """(..., 1). Uses torch's vector norm, which reads the rows once."""
     squared: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return squared.div_(x.shape[-1]).add_(epsilon).rsqrt_()
 

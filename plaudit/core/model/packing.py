@@ -1,6 +1,6 @@
-"""Packed forward: the tokens of many sequences lie end to end in one row, so linear layers see no padding.
+"""Packed forward: the tokens of many sequences are concatenated in one row, so linear layers see no padding.
 
-An unmodified transformers decoder runs on the row; its attention is ours and learns from `layout` which tokens belong
+An unmodified transformers decoder runs on the row; its attention is ours and reads from `layout` which tokens belong
 together. Gradients flow through it, so training uses the same forward.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
     "use_packed_attention",
 ]
 
-ALONE = 96  # tokens of a whole sequence from which on it is attended to by itself
+ALONE = 96  # tokens from which on a whole sequence is attended to separately
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Packed:
     position_ids: Tensor  # (1, T)
     layout: Layout
     starts: tuple[int, ...]  # offset in the row of each sequence's own tokens
-    lengths: tuple[int, ...]  # how many those are
-    shared: tuple[int, ...]  # how many tokens before them are another's
+    lengths: tuple[int, ...]  # how many tokens of its own each sequence has
+    shared: tuple[int, ...]  # how many tokens before them belong to another sequence
     rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
 
 
 @dataclass(frozen=True)
 class PackedTree:
-    """A row in which sequences share the tokens of a common beginning."""
+    """A row in which sequences share the tokens of a common prefix."""
 
     packed: Packed
     rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
@@ -60,11 +60,11 @@ class PackedTree:
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True) -> Packed:
-    """`lone`: long sequences may be attended to one by one. Training says no, so that its passes with and without
-    gradients, and its recipes' numbers, stay equal to the bit."""
+    """`lone`: long sequences may be attended to one by one. Training sets it to False, so that its passes with and
+    without gradients, and its recipes' numbers, stay equal to the bit."""
     lengths = tuple(len(ids) for ids in sequences)
     if not lengths or min(lengths) == 0:
-        raise ValueError(f"cannot pack {len(lengths)} sequences of lengths {lengths}: each needs a token")
+        raise ValueError(f"cannot pack {len(lengths)} sequences of lengths {lengths}: each needs at least one token")
     ends = np.cumsum(lengths)
     starts = tuple((ends - lengths).tolist())
     rows = tuple(np.arange(start, end) for start, end in zip(starts, ends, strict=True))
@@ -75,14 +75,14 @@ def pack_tree(
     sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True,
     keys: Sequence[Sequence[Any]] | None = None,
 ) -> PackedTree:  # fmt: skip
-    """Pack sequences in the order of their keys; each shares the rows of a common beginning with the one before it."""
+    """Pack sequences in the order of their keys; each shares the rows of a common prefix with the one before it."""
     keys = sequences if keys is None else keys
     rows: list[np.ndarray] = []
     shared: list[int] = []
     starts: list[int] = []
     total = 0
     for i, ids in enumerate(sequences):
-        # The last token is always the sequence's own, so that every sequence has a query of its own.
+        # The last token is always the sequence's own, so that every sequence has its own query.
         common = min(common_prefix(keys[i - 1], keys[i]), len(ids) - 1) if i else 0
         own = len(ids) - common
         rows.append(np.concatenate([rows[-1][:common] if i else [], np.arange(total, total + own)]).astype(np.int64))
@@ -108,7 +108,7 @@ def _packed(
 def packed_layout(
     spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
 ) -> Layout:
-    """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
+    """The layout of spans (first row, new tokens, tokens before) whose keys are at `rows`, one row per token."""
     if torch.device(device).type == "cuda":
         return VarlenLayout(spans, rows, device, lambda: grouped_layout(spans, rows, device))
     layout = grouped_layout(spans, rows, device, lone)
@@ -119,11 +119,11 @@ def packed_layout(
 def grouped_layout(
     spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
 ) -> Layout:
-    """The same, for attention over groups of like length."""
+    """As `packed_layout`, for attention over groups of similar length."""
     groups: list[Group] = []
     restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
     done = 0
-    # On a CPU a long sequence by itself is as fast, and needs no copies of its rows and no padding.
+    # On a CPU a long sequence alone is as fast, and needs no copies of its rows and no padding.
     lone = lone and torch.device(device).type == "cpu"
     for members in group_spans(spans, ALONE if lone else sys.maxsize):
         first, new, before = (np.array([spans[i][f] for i in members])[:, None] for f in range(3))
@@ -143,7 +143,7 @@ def grouped_layout(
 
 
 def trunk(model: nn.Module) -> nn.Module:
-    """The decoder without its head, for any transformers model class; a few name a part that they do not have."""
+    """The decoder without its head, for any transformers model class; a few name one that they do not have."""
     prefix: Any = model.base_model_prefix
     return getattr(model, prefix if hasattr(model, prefix) else "model")  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""What is read from hidden rows when a sequence is scored instead of continued."""
+"""Reads values from hidden rows when a sequence is scored instead of continued."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from plaudit.records import NEXT
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`head`: class logits; `columns`: logits of a few vocabulary tokens; `logprobs`: their logs of p.
+    """`head`: class logits; `columns`: logits of a few vocabulary tokens; `logprobs`: their log-probabilities.
 
     positions   ascending; the rows of the sequence to read
     columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
-    hidden      whether the hidden row itself follows what was read from it
-    likeliest   for log-probs: how many of the likeliest tokens follow, as ids and then as log-probs
+    hidden      whether the hidden row itself is appended to the values
+    likeliest   for log-probs: how many of the most likely tokens are appended, as ids and then as log-probs
     """
 
     what: Literal["head", "columns", "logprobs"]
@@ -41,7 +41,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One sequence's share of the rows of a step."""
+    """One sequence's rows in a step."""
 
     read: Read
     tokens: Sequence[int]
@@ -50,11 +50,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class PendingReadout:
-    """What was read, on its way to the host. A GPU goes on with the next batch: its copy is queued behind the batch
-    that was read and before the next one, so that `arrays` does not wait for that."""
+    """Values on their way to the host. A GPU continues with the next batch: the copy is queued after the batch that was
+    read and before the next one, so that `arrays` does not wait for the next one."""
 
     readings: Sequence[Reading]
-    parts: list[tuple[list[int], Tensor]]  # which readings, and their values end to end
+    parts: list[tuple[list[int], Tensor]]  # which readings, and their values concatenated
     copied: torch.cuda.Event | None
 
     def arrays(self) -> list[np.ndarray]:
@@ -63,7 +63,7 @@ class PendingReadout:
             self.copied.synchronize()
         results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(self.readings)
         for members, tensor in self.parts:
-            # Pinned memory is for copies, and goes back to them.
+            # Pinned memory is only used for copies and returns to the pool.
             values, start = tensor.numpy() if self.copied is None else tensor.numpy().copy(), 0
             for i in members:
                 count = len(self.readings[i].positions)
@@ -73,7 +73,7 @@ class PendingReadout:
 
 
 def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> PendingReadout:
-    """Read each sequence's rows, which lie end to end in `rows`. Sequences that want the same share one product."""
+    """Read each sequence's rows, which are concatenated in `rows`. Sequences with equal requests share one product."""
     offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
     parts: list[tuple[list[int], Tensor]] = []
     wants: dict[tuple[str, tuple[int, ...], bool, int], list[int]] = {}
@@ -102,7 +102,7 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """Of what a GPU has, memory that will have it once the GPU has come that far."""
+    """A host tensor that a GPU fills once its queued work is done."""
     if not values.is_cuda:
         return values.cpu()
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

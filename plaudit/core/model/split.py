@@ -1,12 +1,12 @@
-"""A module whose matrices are split over ranks, by the plan that comes with the model in transformers.
+"""A module whose matrices are split over ranks, by the tensor-parallel plan that comes with the model in transformers.
 
 Each rank has whole heads (columns of q, k, v, gate and up, rows of o and down) and whole experts of a mixture. With
 fewer key-value heads than ranks, the ranks whose queries use the same one each have a copy of it. A rank's layers are
-plain modules over its own part of the weights, and only the row-wise ones and the experts communicate: their products
-are summed over the ranks. So hidden rows are whole, and equal, on every rank of a stage (stages.py), and the router,
-which every rank has, chooses the same experts everywhere. Embeddings, norms and heads are not split.
-(torch's DTensor, which training uses, would do the same arithmetic at the price of a dispatch for every operation, and
-the lean trunk could not read its weights.) All of it is done to a module on the meta device, before weights are read.
+plain modules over its shard of the weights, and only the row-wise ones and the experts communicate: their products are
+summed over the ranks. So hidden rows are whole, and equal, on every rank of a stage (stages.py), and the router, which
+every rank has, chooses the same experts everywhere. Embeddings, norms and heads are not split. (torch's DTensor, which
+training uses, would do the same arithmetic at the price of a dispatch for every operation, and the lean trunk could
+not read its weights.) The module is changed on the meta device, before weights are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plaudit.errors import ModelError
 from plaudit.models.part import Read, fill
 from plaudit.models.weights import Cut
 
-TRIED = 8  # rows of a trial
+TRIED = 8  # rows of the trial
 ATTENTION = {
     f"layers.*.self_attn.{name}": style
     for name, style in (("q_proj", "colwise"), ("k_proj", "colwise"), ("v_proj", "colwise"), ("o_proj", "rowwise"))
@@ -43,9 +43,10 @@ ENGINE_PLANS: Mapping[str, Mapping[str, str]] = {
         for name, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
     },
 }
-"""What an engine adds to the plan of a family, where transformers has none for these parts, or a costlier one."""
+"""Additions of the engine to a family's plan, where transformers has none for these modules or a costlier one."""
 SUMMED = "replicated_with_grad_allreduce"
-"""A part that every rank holds whole and uses for its own heads only, such as Qwen 3's norms of queries and keys."""
+"""The style of a module that every rank has in full and uses for its own heads only, such as Qwen 3's norms of queries
+and keys."""
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 
@@ -53,7 +54,7 @@ KEYS_AND_VALUES = ("k_proj", "v_proj")
 class SplitMatrix(NamedTuple):
     """name     of a layer's matrix in the trunk
     style    "colwise": by its outputs, "rowwise": by its inputs
-    parts    that ranks have: as many as ranks, or fewer where ranks share a key-value head
+    parts    number of shards: as many as ranks, or fewer where ranks share a key-value head
     """
 
     name: str
@@ -63,17 +64,17 @@ class SplitMatrix(NamedTuple):
 
     @property
     def features(self) -> int:
-        """That are split."""
+        """The number of split rows or columns."""
         return self.linear.out_features if self.style == "colwise" else self.linear.in_features
 
     def cut(self, share: int, size: int) -> Cut:
-        """Of the weight, what the rank `share` of `size` has."""
+        """The shard of the weight for rank `share` of `size`."""
         count, index = self.features // self.parts, share * self.parts // size
         return Cut(0 if self.style == "colwise" else 1, index * count, (index + 1) * count)
 
 
 class RowLinear(nn.Linear):
-    """Has this rank's columns of a matrix whose input is split; the ranks' products add up in `group`."""
+    """This rank's columns of a matrix whose input is split; the ranks' products are summed in `group`."""
 
     group: dist.ProcessGroup | None = None
 
@@ -84,8 +85,8 @@ class RowLinear(nn.Linear):
 
 
 class FullNorm(nn.Module):
-    """Has this rank's columns of an RMS norm over all heads together, whose squares are summed in `group`; `copies`:
-    the number of ranks that have the same columns."""
+    """This rank's columns of an RMS norm over all heads together, whose squares are summed in `group`; `copies`: the
+    number of ranks that have the same columns."""
 
     group: dist.ProcessGroup | None = None
 
@@ -102,8 +103,8 @@ class FullNorm(nn.Module):
 
 
 class OwnExperts:
-    """Comes before the class of a layer's experts, of which this rank has `num_experts` from `first` on: what they
-    compute for the tokens that chose them adds up with the other ranks' in `group`."""
+    """Mixed in before the class of a layer's experts; this rank has `num_experts` of them, from `first` on. Their
+    outputs are summed with the other ranks' in `group`."""
 
     first: int
     group: dist.ProcessGroup | None = None
@@ -112,7 +113,7 @@ class OwnExperts:
         count: int = self.num_experts  # type: ignore[attr-defined]
         own = top_k_index - self.first
         others = (own < 0) | (own >= count)
-        # Computed by none: transformers' and our kernels skip the number behind the last expert.
+        # Computed by no rank: transformers' and our kernels skip the index after the last expert.
         own, weights = own.masked_fill(others, count), top_k_weights.masked_fill(others, 0)
         out: Tensor = super().__call__(hidden_states, own, weights)  # type: ignore[misc]
         dist.all_reduce(out, group=self.group)
@@ -125,8 +126,9 @@ def _own(experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def keep_part(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
-    """Make a module on the meta device one rank's part of it, in place: its layers, and of their matrices its rows or
-    columns. Says which those are, by the names of the tensors; ModelError if the module cannot be split so."""
+    """Reduce a module on the meta device to one rank's shard, in place: its layers, and its rows or columns of
+    their matrices. Returns which those are, by the names of the tensors; ModelError if the module cannot be
+    split this way."""
     base = trunk(module)
     cuts = _narrow(module, place)
     if place.stages > 1:
@@ -170,22 +172,22 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
 
 
 def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str, Cut]]:
-    """Of every mixture this rank's experts, whole."""
+    """Keep this rank's experts of every mixture, whole."""
     size = place.tensor_parallel
     for home, part in [(home, part) for home, part in base.named_modules() if are_experts(part)]:
         experts: Any = part
         total = experts.down_proj.shape[0]
         if total % size:
             raise ModelError(
-                f"{total} experts cannot be dealt out to tensor_parallel = {size} ranks: {total} / {size} = "
-                f"{total / size:g} is no whole number"
+                f"{total} experts are not divisible by tensor_parallel = {size}: {total} / {size} = "
+                f"{total / size:g}; set a divisor of {total}"
             )
         count = total // size
         cut = Cut(0, place.share * count, (place.share + 1) * count)
         for name, parameter in list(part.named_parameters()):
             if parameter.shape[0] != total:
                 raise ModelError(
-                    f"{home}.{name} belongs to no one expert, so it cannot be dealt out: set tensor_parallel = 1"
+                    f"{home}.{name} belongs to no single expert and cannot be split: set tensor_parallel = 1"
                 )
             setattr(part, name, _blank(parameter, count))
             yield f"{home}.{name}", cut
@@ -196,7 +198,8 @@ def _narrow_experts(base: nn.Module, place: RankPosition) -> Iterator[tuple[str,
 def _narrow_heads(
     base: nn.Module, place: RankPosition, split: Mapping[str, SplitMatrix]
 ) -> Iterator[tuple[str, Cut]]:  # fmt: skip
-    """What attention has beside the matrices that are split: sinks of every head, and norms over all heads together."""
+    """Keep this rank's shard of attention parameters outside the split matrices: sinks of every head, and norms over
+    all heads together."""
     for home, part in list(base.named_modules()):
         attention: Any = part
         for name, beside in (("q_proj", "sinks"), ("q_proj", "q_norm"), ("k_proj", "k_norm")):
@@ -205,7 +208,7 @@ def _narrow_heads(
                 continue
             whole = own if isinstance(own, nn.Parameter) else own.weight
             if isinstance(own, nn.Module) and len(whole) == attention.head_dim:
-                continue  # a norm of each head
+                continue  # a norm per head
             parts, size = split[f"{home}.{name}"].parts, place.tensor_parallel
             count, index = len(whole) // parts, place.share * parts // size
             setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count, size // parts))
@@ -218,15 +221,15 @@ def _blank(like: nn.Parameter, count: int) -> nn.Parameter:
 
 
 def join(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let a rank's part add up with those of its stage."""
+    """Connect a rank's shard to the process group of its stage."""
     for part in module.modules():
         if isinstance(part, RowLinear | OwnExperts | FullNorm):
             part.group = group
 
 
 def check_split(whole: nn.Module, place: RankPosition, read: Read, group: dist.ProcessGroup, device: str) -> None:
-    """All ranks of a stage together: whether a layer, split, computes the rows that it computes whole, and one with
-    experts where the first has none. `whole` is the module on the meta device, of which `read` has the weights."""
+    """Checks on all ranks of a stage together that a layer computes the same rows split and whole, and so does one with
+    experts where the first layer has none. `whole` is the module on the meta device, `read` reads its weights."""
     if place.tensor_parallel == 1:
         return
     layers: Any = trunk(whole).layers
@@ -242,12 +245,12 @@ def _check_layer(
     before, after = (_layer_rows(whole, layer, p, read, group, device) for p in (RankPosition(0, 1), place))
     tolerance = 1e-3 if before.dtype in (torch.float32, torch.float64) else 5e-2
     before, after = before.double(), after.double()
-    # In half precision one row of a mixture may be far off, where two experts are nearly equal.
+    # In half precision one row of a mixture may differ a lot, where two experts are nearly equal.
     distance, scale = (x.norm() if mixture else x.abs().max() for x in (after - before, before))
     if before.isfinite().all() and distance > tolerance * scale.clamp(min=1e-6):
         raise ModelError(
-            f"{type(whole).__name__} computes other rows when it is split over {place.tensor_parallel} ranks; its plan "
-            "cannot be relied on: set tensor_parallel = 1"
+            f"{type(whole).__name__} computes other rows when split over {place.tensor_parallel} ranks, so its plan "
+            "is not reliable: set tensor_parallel = 1"
         )
 
 
@@ -255,7 +258,7 @@ def _check_layer(
 def _layer_rows(
     whole: nn.Module, layer: int, place: RankPosition, read: Read, group: dist.ProcessGroup, device: str
 ) -> Tensor:  # fmt: skip
-    """What a trunk of this layer alone makes of a few rows."""
+    """The output for a few rows of a trunk that consists of this layer."""
     module = deepcopy(whole)
     base: Any = trunk(module)
     width, dtype = base.get_input_embeddings().weight.shape[1], base.get_input_embeddings().weight.dtype
@@ -278,8 +281,8 @@ def _layer_rows(
 def split_parts(
     base: nn.Module, size: int, dealt: bool = False, own: Mapping[str, str] | None = None
 ) -> Iterator[SplitMatrix]:
-    """The matrices of a trunk that `size` ranks share; ModelError if they cannot. `dealt`: ranks have its experts
-    whole, by turns. `own`: goes before the model's plan."""
+    """The matrices of a trunk that `size` ranks split; ModelError if they cannot. `dealt`: each rank has
+    whole experts. `own`: takes precedence over the model's plan."""
     matrices = planned(base, dealt, own)
     check_heads(base, size, own)
     keys = _heads(base)[1]
@@ -289,15 +292,15 @@ def split_parts(
             matrix = SplitMatrix(name, linear, style, keys if shared else size)
             if matrix.features % matrix.parts:
                 raise ModelError(
-                    f"{name} has {matrix.features} rows to split over tensor_parallel = {size} ranks: "
-                    f"{matrix.features} / {size} = {matrix.features / size:g} is no whole number"
+                    f"{matrix.features} features of {name} are not divisible by tensor_parallel = {size}: "
+                    f"{matrix.features} / {size} = {matrix.features / size:g}"
                 )
             yield matrix
 
 
 def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear]]:
-    """Of a layer. An adapter beside it (peft's) is B · A: of one that is split by its outputs B is too, of one that is
-    split by its inputs A is."""
+    """The split matrices of a layer. An adapter beside one (peft's) is B · A: for a matrix split by its outputs B is
+    split too, for one split by its inputs A is."""
     if isinstance(part, nn.Linear):
         yield name, part
         return
@@ -311,8 +314,7 @@ def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.
 def planned(
     base: nn.Module, dealt: bool = False, own: Mapping[str, str] | None = None
 ) -> list[tuple[str, nn.Module, str]]:
-    """What of the layers the model's plan names, or its `own`, each with its style, without experts that are `dealt`
-    out."""
+    """The modules that the model's plan names, or its `own`, each with its style, without experts that are `dealt`."""
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
     plan |= own or {}
@@ -335,12 +337,12 @@ def planned(
         fits = style == SUMMED or (style in ("colwise", "rowwise") and linear)
         if not fits:
             raise ModelError(
-                f"{type(base).__name__} wants {name} split {style!r}, which Plaudit does not do: "
+                f"{type(base).__name__} splits {name} {style!r}, which Plaudit does not support: "
                 "set tensor_parallel = 1"
             )
     if not parts:
         raise ModelError(
-            f"{type(base).__name__} has no plan of how to split its matrices: set tensor_parallel = 1"
+            f"{type(base).__name__} has no tensor-parallel plan for its matrices: set tensor_parallel = 1"
         )  # fmt: skip
     return parts
 
@@ -349,7 +351,7 @@ def check_heads(base: nn.Module, size: int, own: Mapping[str, str] | None = None
     heads, keys = _heads(base)
     if heads % size or (keys % size and size % keys):
         raise ModelError(
-            f"{heads} attention heads over {keys} key-value heads do not divide by tensor_parallel = {size} "
+            f"{heads} attention heads over {keys} key-value heads are not divisible by tensor_parallel = {size} "
             f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}, {size} / {keys} = "
             f"{size / keys:g}): every rank needs whole heads, with their keys"
         )
@@ -358,7 +360,7 @@ def check_heads(base: nn.Module, size: int, own: Mapping[str, str] | None = None
 
 
 def _heads(base: nn.Module) -> tuple[int, int]:
-    """Of attention: those of queries and those of keys, of which a latent makes as many."""
+    """The numbers of query heads and of key heads of attention; a latent is expanded to as many of both."""
     config: Any = base.config
     heads: int = config.num_attention_heads
     if any(splits_by_heads(part) for part in base.modules()):
@@ -367,7 +369,7 @@ def _heads(base: nn.Module) -> tuple[int, int]:
 
 
 def _check_shared(base: nn.Module, keys: int, size: int, own: Mapping[str, str] | None) -> None:
-    """Raise unless it is clear which rows of a matrix are those of a key-value head."""
+    """Raise unless it is clear which rows of a matrix belong to which key-value head."""
     rows: dict[str, int] = {}
     for name, part, style in planned(base, dealt=True, own=own):
         home, _, leaf = name.rpartition(".")
@@ -379,6 +381,6 @@ def _check_shared(base: nn.Module, keys: int, size: int, own: Mapping[str, str] 
                 rows[home] = weight.shape[0] if weight.shape[0] == keys * width else -1
     if not rows or min(rows.values()) <= 0:
         raise ModelError(
-            f"{type(base).__name__} has {keys} key-value heads for tensor_parallel = {size} ranks, and not the "
+            f"{type(base).__name__} has {keys} key-value heads for tensor_parallel = {size} ranks but lacks the "
             f"matrices {' and '.join(KEYS_AND_VALUES)} that ranks could share: set tensor_parallel to {keys} or fewer"
         )

@@ -1,11 +1,11 @@
-"""A module whose layers are divided over stages: each rank's trunk has all places, and in those of others a stand-in.
+"""A module whose layers are split over pipeline stages: each rank's trunk has stand-ins for the layers of other stages.
 
-    stage 0    embeddings, its layers     rows go to the same rank of the next stage
-    ...        its layers                 rows come from the stage before, and go on
-    last       its layers, final norm     the wanted rows go back to rank 0, which alone has the heads
+    stage 0    embeddings, its layers     sends rows to the same rank of the next stage
+    ...        its layers                 receives rows from the previous stage, and sends them on
+    last       its layers, final norm     sends the wanted rows back to rank 0, which alone has the heads
 
-The trunk itself stays transformers' own: it calls its layers one by one, and where the first of a stage is due, a
-stand-in before it brings the rows in. One batch at a time goes through the stages.
+The trunk itself stays transformers' own: it calls its layers one by one, and a stand-in before the first layer of a
+stage receives the rows. One batch at a time goes through the stages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from plaudit.errors import ModelError
 
-UNPLANNED = {"rotary_emb", "rotary_emb_local", "emb_dropout"}  # parts of a trunk that depend on places alone
+UNPLANNED = {"rotary_emb", "rotary_emb_local", "emb_dropout"}  # modules of a trunk that depend on positions alone
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank stands: ranks of one stage share each matrix, and follow each other."""
+    """Coordinates of a rank: ranks of one stage share each matrix, and are consecutive."""
 
     rank: int
     tensor_parallel: int
@@ -44,18 +44,18 @@ class RankPosition:
 
     @property
     def last(self) -> int:
-        """The rank whose rows go back to rank 0."""
+        """The rank that sends its rows back to rank 0."""
         return (self.stages - 1) * self.tensor_parallel
 
     def peers(self, stage: int) -> list[int]:
         return list(range(stage * self.tensor_parallel, (stage + 1) * self.tensor_parallel))
 
     def layers(self, count: int) -> range:
-        """Its own of so many layers; the first stages take one more where they do not divide evenly."""
+        """This stage's range of the layers; the first stages take one more where they do not divide evenly."""
         if count < self.stages:
             raise ModelError(
                 f"{count} layers over pipeline_parallel = {self.stages} stages: {count} / {self.stages} = "
-                f"{count / self.stages:g}, and every stage needs a layer"
+                f"{count / self.stages:g}, and every stage needs at least one layer"
             )
         each, more = divmod(count, self.stages)
         first = self.stage * each + min(self.stage, more)
@@ -63,14 +63,14 @@ class RankPosition:
 
 
 class Elsewhere(nn.Module):
-    """Stands for a layer or head that another rank has."""
+    """Replaces a layer or head that another rank has."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class Arrival(Elsewhere):
-    """Stands for the layer before a stage's first: here the rows come in."""
+    """Replaces the layer before a stage's first one: receives the rows."""
 
     def __init__(self, source: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Arrival(Elsewhere):
 
 
 class NoEmbedding(nn.Module):
-    """Stands for the embeddings: rows of the right shape that nobody reads."""
+    """Replaces the embeddings: returns rows of the right shape that are never read."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,26 +104,24 @@ def drop_embeddings(base: nn.Module) -> None:
 
 
 def drop_head(module: nn.Module) -> None:
-    """Of a causal LM; class heads are small."""
+    """Removes the head of a causal LM; class heads are small."""
     if getattr(module, "get_output_embeddings", lambda: None)() is not None:
         module.set_output_embeddings(Elsewhere())  # type: ignore[operator]
 
 
 def stages_of(base: nn.Module) -> nn.ModuleList:
-    """The layers of a trunk that can be divided: by the plan that comes with the model, nothing but hidden rows goes
-    from layer to layer."""
+    """The layers of a trunk that can be split into stages: by the model's own plan, only hidden rows pass from layer to
+    layer."""
     plan: dict[str, Any] = getattr(base.config, "base_model_pp_plan", None) or {}
     layers = getattr(base, "layers", None)
     unknown = dict(base.named_children()).keys() - plan.keys() - UNPLANNED
     if not isinstance(layers, nn.ModuleList) or plan.get("layers", [0, 0])[1] != ["hidden_states"] or unknown:
-        raise ModelError(
-            f"{type(base).__name__} has no plan of how to divide its layers into stages: set pipeline_parallel = 1"
-        )
+        raise ModelError(f"{type(base).__name__} has no pipeline plan for its layers: set pipeline_parallel = 1")
     return layers
 
 
 def connect(base: nn.Module, place: RankPosition, group: dist.ProcessGroup) -> None:
-    """Let rows come from the stage before and go to the next, whenever the trunk runs."""
+    """Make the trunk receive rows from the previous stage and send them to the next in every call."""
     places: Any = base.layers
     own = place.layers(len(places))
     if place.stage > 0:
@@ -139,15 +137,15 @@ def has_layer(base: nn.Module, index: int) -> bool:
 
 
 def send(rows: Tensor, target: int, group: dist.ProcessGroup) -> None:
-    dist.send(_carried(rows, group).contiguous(), group=group, group_dst=target)
+    dist.send(_sendable(rows, group).contiguous(), group=group, group_dst=target)
 
 
 def receive(like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    rows = torch.empty_like(_carried(like, group), memory_format=torch.contiguous_format)
+    rows = torch.empty_like(_sendable(like, group), memory_format=torch.contiguous_format)
     dist.recv(rows, group=group, group_src=source)
     return rows.to(like.device)
 
 
-def _carried(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sendable(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """gloo sends from host memory only."""
     return rows.cpu() if rows.is_cuda and dist.get_backend(group) == "gloo" else rows

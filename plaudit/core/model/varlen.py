@@ -1,8 +1,8 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
-Half precision takes our Triton kernels, and torch's flash attention for their gradients; those over latents are taken
-of the keys and values that the module makes of them. float32, and the gradients of soft caps, which flash attention
-does not know, take the grouped path of the CPU, on the GPU.
+Half precision uses our Triton kernels, and torch's flash attention for their gradients; gradients of attention over
+latents are computed with the keys and values that the module expands them to. float32, and the gradients of soft caps,
+which flash attention does not support, use the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_DIM = 256
 
 
 class VarlenLayout(Layout):
-    """spans (first row, new tokens, tokens before) in row order; `rows[i]` says where each key of span i lies, in the
-    row itself or in a cache."""
+    """spans (first row, new tokens, tokens before) in row order; `rows[i]` has the row of each key of span i, in the
+    packed row itself or in a cache."""
 
     def __init__(
         self, spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str,
@@ -87,7 +87,7 @@ class VarlenLayout(Layout):
 
     @property
     def token_spans(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every query row, where its keys begin and its position; and the rows in tiles."""
+        """For every query row, where its keys begin and its position; and the rows in tiles."""
         if self._token_spans is None:
             from plaudit.core.kernels import latent_tiles
 
@@ -110,7 +110,7 @@ class VarlenLayout(Layout):
     ) -> Tensor:
         if not supported(query, values, rule):
             return self.grouped.attend_wanted(layer, wanted, query, keys, values, rule)
-        # Every wanted row is a sequence of one query, which sees the keys up to its own position.
+        # Every wanted row is a sequence of one query, which attends to the keys up to its own position.
         count = len(wanted)
         sequence = torch.searchsorted(self.query_ends, wanted.int(), right=True) - 1
         position = self.before[sequence] + wanted.int() - self.query_ends[sequence]
@@ -162,8 +162,8 @@ class VarlenLayout(Layout):
 
 
 class _Attention(Function):
-    """Forward by our kernel, whose bits a decode step repeats; backward by torch's flash attention. A sink takes part
-    in a query's sum of exponentials and has no value: that sum is all that the backward pass needs of it."""
+    """Forward by our kernel, whose bits a decode step repeats; backward by torch's flash attention. A sink contributes
+    to a query's sum of exponentials and has no value: that sum is all that the backward pass needs of it."""
 
     @staticmethod
     def forward(
@@ -212,8 +212,8 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout
 
 
 class _LatentAttention(Function):
-    """Forward over latents, with the bits of a decode step; backward by torch's flash attention, of the keys and values
-    that the module makes of them."""
+    """Forward over latents, with the bits of a decode step; backward by torch's flash attention, for the keys and
+    values that the module expands them to."""
 
     @staticmethod
     def forward(
@@ -248,7 +248,7 @@ def _latent_attention(
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
-    """torch's own kernel, both ways."""
+    """torch's own kernel, forward and backward."""
     if layout.key_rows is not None:
         keys, values = keys.index_select(0, layout.key_rows), values.index_select(0, layout.key_rows)
     window = -1 if rule.window is None else rule.window - 1
@@ -261,13 +261,13 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, ru
 
 @cache
 def _backward_fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's backward pass takes from our forward pass what it takes from its own, tried on random rows."""
+    """Whether torch's backward pass accepts our forward's outputs in place of its own, tried on random rows."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (heads, kv_heads, kv_heads, heads)
     *inputs, grad = (torch.randn(75, n, dim, generator=generator, device=device).to(dtype) for n in sizes)
     layout = VarlenLayout([(0, 70, 0), (70, 5, 0)], [], device, lambda: layout, end_to_end=True)
     gradients: list[tuple[Tensor, ...]] = []
-    # Hooks of its own: where the first use is in a layer that will be computed again, that layer's are not for this.
+    # Separate hooks: where the first use is in a layer that will be recomputed, that layer's hooks must not see this.
     with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
         for attend in (_attention, _flash):
             query, keys, values = (x.clone().requires_grad_() for x in inputs)
@@ -276,8 +276,8 @@ def _backward_fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, devi
     fits = all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in zip(*gradients, strict=True))
     if not fits:
         warnings.warn(
-            "torch's flash attention does not take the sums of Plaudit's kernel here, so the learner attends by "
-            "torch's own: its log-probs are not the engine's to the bit", stacklevel=2,
+            "torch's flash attention does not accept the sums of Plaudit's kernel here, so the learner uses "
+            "torch's own: its log-probs are not bit-equal to the engine's", stacklevel=2,
         )  # fmt: skip
     return fits
 

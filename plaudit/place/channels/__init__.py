@@ -1,1 +1,1 @@
-"""Weight channels from a trainer to its engines: disk, collective, shared memory. No generation here."""
+"""Weight channels from a trainer to its engines: disk, collective, shared memory. No generation code."""

@@ -1,11 +1,11 @@
-"""How weights travel from a trainer to its engines: what a channel is, and what all channels do alike.
+"""Weight channels from a trainer to its engines: the interface, and what all channels share.
 
-A publication is a message to every receiver, the data on its way, and an acknowledgement from every receiver, within
-one deadline. Names, shapes, dtypes and the version are checked on both sides. A receiver that is dead or late is named
-in a ReceiverLost; the others have then been heard to the end, so that their wires are clean.
+A publication is a message to every receiver, the data transfer, and an acknowledgement from every receiver, within one
+deadline. Names, shapes, dtypes and the version are checked on both sides. A receiver that is dead or late is named in
+a ReceiverLost, raised after the answers of all others have been read, so that their wires have no unread messages.
 
-Versions go up. The same version may be published again, to an engine that was restarted for instance; a lower one is
-refused, unless another publisher (a trainer that was started anew) sends it.
+Versions increase. The same version may be published again, for instance to a restarted engine; a lower one is refused,
+unless it comes from another publisher (a restarted trainer).
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from plaudit.errors import PlauditError, RankLost, ReceiverLost, WeightsRefused
 from plaudit.place.channels.messages import Body, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.weights import Layout, Weights
 
-DEADLINE = 120.0  # seconds for one publication, unless a channel is given another
+DEADLINE = 120.0  # default seconds for one publication
 
 
 class Wire(Protocol):
-    """The control connection from the trainer to one receiver. What is told is answered in order.
+    """The control connection from the trainer to one receiver. Messages are answered in order.
 
     name   for errors: "rollout 0 (pid 4711)"
-    ranks  processes behind it, each of which takes in the weights: one answer is for all of them
+    ranks  processes behind it, each of which receives the weights: one answer is for all of them
     """
 
     name: str
     ranks: int
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Plain data that MessagePack can write; raises ReceiverLost if the other end is gone."""
+        """Send plain data that MessagePack can encode; raises ReceiverLost if the other end has disconnected."""
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """The next answer; raises ReceiverLost if the other end is gone or `seconds` have passed."""
+        """The next answer; raises ReceiverLost if the other end has disconnected or after `seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
     """bytes         of the weights, each tensor once
-    extra_bytes   memory that the channel took on both sides, beside the trainer's and the engines' own weights
-    share         of the bytes of all weights that travelled; less than 1 for changes alone
+    extra_bytes   memory that the channel used on both sides, beside the trainer's and the engines' own weights
+    share         fraction of all weights' bytes that was transferred; less than 1 for changes alone
     """
 
     version: int
@@ -60,15 +60,16 @@ class Channel(Protocol):
     """The trainer's side: disk, collective, shared."""
 
     def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
-        """Every receiver among `wires` has the weights when this returns. A receiver that is not among them counts as
-        gone. A rank that only helps to gather sharded weights has no wires."""
+        """Every receiver among `wires` has the weights when this returns. One that is not among them counts as
+        disconnected. A rank that only helps to gather sharded weights has no wires."""
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """The engine's side. `version` is None while it is stale: not yet served, or left half written by a failure. A
-    stale engine must not generate. Between two messages nothing of it runs, so the engine is never torn."""
+    """The engine's side. `version` is None while it is stale: before the first publication, or after a failure that
+    left it half written. A stale engine must not generate. No engine step runs between two messages, so the engine
+    never sees a mix of versions."""
 
     version: int | None
 
@@ -78,28 +79,28 @@ class Receiver(Protocol):
 
 
 class Target(Protocol):
-    """What the weights are for: a module's own tensors, or an engine that takes names and tensors."""
+    """Where the weights go: a module's own tensors, or an engine that takes names and tensors."""
 
     def check(self, layout: Layout) -> None:
-        """Raises WeightsRefused if these are not the weights it has."""
+        """Raises WeightsRefused if these are not the weights of this target."""
 
     def home(self, name: str) -> Tensor | None:
-        """The target's own memory of a tensor, if to write there is to load it: saves a copy."""
+        """The target's own memory of a tensor, if writing there loads it: saves a copy."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy them. A tensor holds its values only until the next one is asked for."""
+        """Copy them. A tensor is valid only until the next one is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a receiver got. checksum: None where none was wanted."""
+    """Result of a receive. checksum: None where none was requested."""
 
     checksum: str | None
     extra_bytes: int
 
 
 class Publisher:
-    """What every channel does: number publications, ask all receivers, hear them all."""
+    """Common to all channels: numbers publications, sends to all receivers, reads all answers."""
 
     def __init__(self, seconds: float = DEADLINE) -> None:
         self.seconds = seconds
@@ -109,7 +110,7 @@ class Publisher:
 
     def begin(self, version: int) -> Exchange:
         if self.version is not None and version < self.version:
-            raise WeightsRefused(f"version {version} was asked to be published after version {self.version}")
+            raise WeightsRefused(f"cannot publish version {version} after version {self.version}")
         self.version = version
         self._number += 1
         return Exchange(f"{self.id}-{self._number}", self.id, version, time.monotonic(), self.seconds)
@@ -117,9 +118,9 @@ class Publisher:
 
 @dataclass(slots=True)
 class Exchange:
-    """One publication while it goes on. Answers to an earlier one, which came too late, are passed over.
+    """One publication in progress. Late answers to an earlier one are skipped.
 
-    lost   receivers that are gone, by the names of their wires; raised when the others have been heard
+    lost   disconnected receivers, by the names of their wires; raised after the others have answered
     """
 
     id: str
@@ -150,9 +151,9 @@ class Exchange:
                 self.lost[wire.name] = error
 
     def answers(self, wires: Sequence[Wire], grace: float = 0.0) -> list[WeightReply]:
-        """One from each, in order. All are heard before anything is raised; who is lost comes before who refused.
+        """One from each, in order. All are read before anything is raised; lost receivers come before refusals.
 
-        grace   seconds that each has at least, though the deadline may be over: to find out who missed it
+        grace   minimum seconds for each, even after the deadline: to find out which one missed it
         """
         heard, refused = [], []
         for wire in wires:
@@ -183,20 +184,20 @@ class Exchange:
 def check_acknowledged(
     wires: Sequence[Wire], answers: Sequence[WeightReply], version: int, checksum: str | None
 ) -> None:
-    """Each has this version, and what it got is what was sent."""
+    """Check that each has this version, and received what was sent."""
     for wire, answer in zip(wires, answers, strict=True):
         if answer.version != version:
-            raise WeightsRefused(f"{wire.name} has version {answer.version} and was sent version {version}")
+            raise WeightsRefused(f"{wire.name} has version {answer.version}, expected version {version}")
         if answer.checksum != checksum:
             raise WeightsRefused(
-                f"{wire.name} has weights of checksum {answer.checksum}, sent was {checksum}: they were damaged on "
+                f"{wire.name} has weights with checksum {answer.checksum}, expected {checksum}: they were damaged on "
                 "the way; publish again"
             )
 
 
 def answered(receiver: Receiver, data: dict[str, Any]) -> dict[str, Any]:
-    """The receiver's answer to a message, both as a wire carries them. A refusal is an answer too; a bug is not, nor
-    the loss of a rank, which ends the engine."""
+    """The receiver's answer to a message, both as a wire transfers them. A refusal is an answer; a bug is not, nor the
+    loss of a rank, which ends the engine."""
     message = typed(data, WeightMessage)
     try:
         return plain(receiver.receive(message))

@@ -1,15 +1,15 @@
 """Weights by broadcast of torch.distributed, over gloo or NCCL: between processes or machines.
 
     trainer -> receivers   prepare   layout and version; all answer whether they are in the group
-                           join      if somebody is not: a new group, whose id and address are told
+                           join      if one is not: a new group, with its id and address
                            take      then the broadcasts; all answer with a checksum
 
-A tensor of a mebibyte or more travels by itself, from its own memory into the engine's own memory where both are
-contiguous on the group's device; smaller ones are packed into flat buckets. Sharded tensors are gathered one by one, as
-their turn comes. All bytes are summed on both sides, while the next bucket is on its way.
+A tensor of a mebibyte or more is sent by itself, from its own memory into the engine's own memory where both are
+contiguous on the group's device; smaller ones are packed into flat buckets. Sharded tensors are gathered one by one,
+when they are sent. All bytes are checksummed on both sides, while the next bucket is in flight.
 
-A receiver that dies breaks the group at once (or at the deadline, if it only stopped). Who it was the wires tell, and
-the next publication makes a new group of whoever is there.
+A receiver that dies breaks the group at once (or at the deadline, if it was only stopped). The wires report which one
+it was, and the next publication makes a new group of the remaining receivers.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from plaudit.place.channels.messages import CollectivePrepare, CollectiveTake
 from plaudit.place.channels.weights import ALIGNMENT, Entry, Layout, Weights
 from plaudit.train.run.checksum import BLOCK_BYTES, Checksum, as_bytes
 
-BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
-PIECE_BYTES = 16 * BLOCK_BYTES  # larger ones are sent in pieces, so that one can be summed while the next is on its way
-WINDOW_BYTES = 4 * PIECE_BYTES  # that may be under way together: enough to send while a side sums or waits for a core
-GRACE_SECONDS = 5.0  # for those who are alive to say so, when the deadline is over
+BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this size
+PIECE_BYTES = 16 * BLOCK_BYTES  # larger ones are sent in pieces: one is checksummed while the next is in flight
+WINDOW_BYTES = 4 * PIECE_BYTES  # in flight at once: enough to send while a side computes checksums or waits
+GRACE_SECONDS = 5.0  # for live receivers to answer after the deadline
 
 
 class CollectiveChannel:
     """backend   "gloo", or "nccl" where trainer and every receiver have a GPU of their own
-    host      this machine's address, at which receivers meet the trainer
+    host      this machine's address, at which receivers connect to the trainer
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class CollectiveChannel:
     def _publish(
         self, layout: Layout, pairs: Iterator[tuple[str, Tensor]], exchange: Exchange, wires: Sequence[Wire]
     ) -> Publication:
-        group = self._met(exchange, wires, layout)
+        group = self._joined_group(exchange, wires, layout)
         exchange.tell(wires, layout, CollectiveTake(group.id, exchange.left))
         checksum = Checksum()
         try:
             largest = _send(group, layout, pairs, checksum, exchange)
         except GroupBroken as error:
-            # The wires know who it was: the dead are lost, and the living answer that the group broke for them too.
+            # The wires report the cause: dead receivers are lost, live ones answer that the group broke for them too.
             exchange.answers(wires, GRACE_SECONDS)
             raise WeightsRefused(f"{error}; every receiver is alive: publish again") from error
         answers = exchange.answers(wires)
@@ -94,8 +94,8 @@ class CollectiveChannel:
         extra = largest + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
-        """A group of these receivers and nobody else: the one there is, or a new one."""
+    def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
+        """A group of exactly these receivers: the existing one, or a new one."""
         group = self._group
         have = None if group is None else group.id
         answers = exchange.ask(wires, layout, CollectivePrepare(have))
@@ -111,7 +111,7 @@ class CollectiveChannel:
             exchange.tell([wire], layout, CollectivePrepare(join=join))
             rank += wire.ranks
         try:
-            if not exchange.lost:  # else nobody needs to wait for a group that cannot be
+            if not exchange.lost:  # otherwise the others would wait for a group that cannot form
                 self._group = ChannelGroup(invitation, 0, exchange.left, self._rendezvous.store)
         except GroupBroken as error:
             exchange.answers(wires, GRACE_SECONDS)
@@ -132,7 +132,7 @@ class CollectiveSide:
         self._group: ChannelGroup | None = None
 
     def prepare(self, body: CollectivePrepare) -> bool:
-        """Whether it is in the group."""
+        """Whether this receiver is in the group."""
         if body.join is not None:
             self.close()
             self._group = ChannelGroup(body.join, body.join.rank, body.join.seconds)
@@ -149,7 +149,7 @@ class CollectiveSide:
         try:
             target.load(arrivals)
         except BaseException:
-            self.close()  # so that nobody waits for this rank
+            self.close()  # so that no other rank waits for this one
             raise
         if group.device.type == "cuda":
             torch.cuda.synchronize()
@@ -162,7 +162,7 @@ class CollectiveSide:
 
 
 class _Arrivals:
-    """Iterates over the tensors that are not in the target's own memory yet; all of them are summed."""
+    """Iterates over the tensors that are not in the target's own memory yet; all of them are checksummed."""
 
     def __init__(self, group: ChannelGroup, layout: Layout, target: Target, seconds: float) -> None:
         self.group = group
@@ -173,7 +173,7 @@ class _Arrivals:
         self.extra_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        under_way = _UnderWay()
+        under_way = _InFlight()
         for entries in self.layout.buckets(BUCKET_BYTES):
             flat, own = self._memory(entries)
             if not own:
@@ -188,7 +188,7 @@ class _Arrivals:
         self.extra_bytes = under_way.most_copies
 
     def _memory(self, bucket: tuple[Entry, ...]) -> tuple[Tensor, bool]:
-        """Where a bucket goes, and whether that is the target's own memory."""
+        """The memory to receive a bucket in, and whether it is the target's own."""
         home = self.target.home(bucket[0].name) if len(bucket) == 1 else None
         if home is not None and home.device.type == self.group.device.type and home.numel():
             return as_bytes(home), True
@@ -202,17 +202,17 @@ class _Arrivals:
 
 
 class _Bucket(NamedTuple):
-    """One that lies in memory of its own."""
+    """A bucket in separate memory."""
 
     entries: tuple[Entry, ...]
     flat: Tensor
 
 
-class _UnderWay:
-    """Broadcasts in their order, each with the bucket that ends with it, if that has memory of its own.
+class _InFlight:
+    """Broadcasts in flight, in order, each with the bucket that it completes, if that has separate memory.
 
-    full          as much is on its way as may be
-    most_copies   the most memory that such buckets took together
+    full          whether the limit in flight is reached
+    most_copies   peak memory of such buckets
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class _UnderWay:
         self._bytes = self._copies = self.most_copies = 0
 
     def hold(self, flat: Tensor) -> None:
-        """Memory of a bucket's own, until that bucket is complete."""
+        """Keep a bucket's separate memory until the bucket is complete."""
         self._copies += flat.nbytes
         self.most_copies = max(self.most_copies, self._copies)
 
@@ -245,8 +245,8 @@ class _UnderWay:
 def _send(
     group: ChannelGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
 ) -> int:
-    """All tensors, in buckets; the most memory that copies took."""
-    under_way = _UnderWay()
+    """Send all tensors, in buckets; returns the peak memory of copies."""
+    under_way = _InFlight()
     for bucket in layout.buckets(BUCKET_BYTES):
         tensors = [next(pairs)[1] for _ in bucket]
         flat = _packed(bucket, tensors, group.device)
@@ -265,7 +265,7 @@ def _send(
 
 
 def _packed(bucket: tuple[Entry, ...], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Their bytes in one row, each aligned. One tensor that lies right is not copied."""
+    """Their bytes in one row, each aligned. One tensor that is already contiguous and aligned is not copied."""
     if len(bucket) == 1 and tensors[0].numel():
         return as_bytes(tensors[0].to(device))
     flat = torch.empty(_packed_size(bucket), dtype=torch.uint8, device=device)
@@ -292,7 +292,7 @@ def _aligned(size: int) -> int:
 
 
 def _pieces(flat: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """In their order, each with whether it is the last."""
+    """In order, each with whether it is the last."""
     size = flat.numel()
     for start in range(0, size, PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES], start + PIECE_BYTES >= size

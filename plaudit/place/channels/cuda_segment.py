@@ -1,4 +1,4 @@
-"""GPU memory that two processes have mapped: the driver's own calls, since torch's sharing has files in /dev/shm."""
+"""GPU memory mapped by two processes, with the driver API itself, since torch's sharing needs files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OpenedCudaSegment:
 
 
 class _Memory:
-    """What torch needs to see memory that it did not allocate."""
+    """The interface by which torch wraps memory that it did not allocate."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
@@ -70,7 +70,7 @@ def _tensor(pointer: int, size: int, device: torch.device) -> Tensor:
 
 
 def _ready(device: torch.device) -> torch.device:
-    """With an index, and with torch's context current in this thread: the driver's calls go by that."""
+    """The device with an index, and with torch's context current in this thread, which the driver's calls use."""
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
     torch.zeros(1, device=device)
@@ -82,7 +82,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """Numbers of GPUs differ between processes (CUDA_VISIBLE_DEVICES); their ids do not."""
+    """GPU indices differ between processes (CUDA_VISIBLE_DEVICES); their UUIDs do not."""
     for index in range(torch.cuda.device_count()):
         if _uuid(torch.device("cuda", index)) == uuid:
             return torch.device("cuda", index)

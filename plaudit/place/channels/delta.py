@@ -1,10 +1,10 @@
-"""Weights as what has changed since the last publication: places and values, packed without loss.
+"""Weights as the changes since the last publication: indices and values, packed without loss.
 
-A step at a small rate leaves most values of half precision as they were. The trainer keeps a copy of what it has
-published; of each tensor those values travel whose bits differ from it, as steps from one to the next and new values,
-and the receiver writes them over its own. A tensor that would not be smaller so travels whole, one that has not changed
-not at all. All of it goes through another channel, with that channel's checks: a receiver that had the version before,
-bit for bit, and has been given these bytes has the next one, bit for bit. Whoever has not gets all weights.
+An update with a small learning rate leaves most half-precision values unchanged. The trainer keeps a copy of what it
+published; of each tensor only values whose bits differ are sent, as index steps and new values, and the receiver
+writes them over its own. A tensor that would not be smaller this way is sent whole, an unchanged one not at all. The
+data goes through another channel, with that channel's checks: a receiver that had the previous version, bit for bit,
+and received these bytes has the next one, bit for bit. Any other receiver gets all weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DeltaChannel:
         self._holders: frozenset[str] = frozenset()
 
     def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
-        names = frozenset(wire.name for wire in wires)  # another process in a lost one's place has another
-        holders, self._holders = self._holders, frozenset()  # until all have answered nobody is known to have anything
+        names = frozenset(wire.name for wire in wires)  # a process that replaces a lost one gets another wire
+        holders, self._holders = self._holders, frozenset()  # until all answer, no state is known
         if self._version is None or not names <= holders:
             done = self.whole.publish(weights, version, wires)
         else:
@@ -57,7 +57,7 @@ class DeltaChannel:
 
 
 def changes(weights: Weights, before: dict[str, Tensor], since: int) -> Weights:
-    """What a receiver of version `since`, which had the tensors `before`, lacks of these weights."""
+    """What a receiver of version `since`, which had the tensors `before`, needs of these weights."""
     travelling: dict[str, Tensor] = {}
     packed: dict[str, Entry] = {}
     for entry, (name, tensor) in zip(weights.layout.entries, weights, strict=True):

@@ -1,14 +1,14 @@
-"""Weights through a directory that both sides see: a local disk, or a filesystem that machines share.
+"""Weights through a directory that both sides see: a local disk, or a filesystem shared by machines.
 
     DIRECTORY/version-000012/model.safetensors    header, then the tensors in the order of the layout
                              publication.json     version, publisher, checksum
 
-A publication is written under another name and takes its own in one rename, so that it is whole or absent. It is not
-synced to the disk: what a crash of the machine may cost is a publication, which the restarted trainer makes again from
-its checkpoint. A process that crashes costs nothing, since the pages are the kernel's. Every byte is checked by the
-reader, who would notice a shared filesystem that shows a file before its contents. When all receivers have a version,
-the one before is retired: its file is written over by the next publication, in half the time of a new file, whose pages
-and blocks must first be found, and is removed at the end. The newest stays, in the format that every engine can load.
+A publication is written under a temporary name and renamed, so that it is complete or absent. It is not synced to the
+disk: a machine crash may lose a publication, which the restarted trainer makes again from its checkpoint. A process
+crash loses nothing, since the pages belong to the kernel. The reader verifies every byte, and so detects a shared
+filesystem that shows a file before its contents. When all receivers have a version, the previous one is retired: the
+next publication overwrites its file, in half the time of a new file, whose pages and blocks must first be allocated,
+and it is removed at the end. The newest stays, in the format that every engine can load.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {
 
 
 class DiskChannel:
-    """directory   made if absent; belongs to this channel alone"""
+    """directory   created if absent; used by this channel alone"""
 
     def __init__(self, directory: str | Path, *, seconds: float = DEADLINE) -> None:
         self.directory = Path(directory).absolute()
@@ -60,7 +60,7 @@ class DiskChannel:
         return Publication(version, seconds, weights.nbytes, sum(answer.extra_bytes for answer in answers))
 
     def close(self) -> None:
-        """The newest version stays, for whoever wants it."""
+        """The newest version stays for later readers."""
         shutil.rmtree(self._spare, ignore_errors=True)
 
     def _write(self, weights: Weights, version: int) -> tuple[Path, str]:
@@ -69,7 +69,7 @@ class DiskChannel:
         try:
             self._spare.mkdir(parents=True, exist_ok=True)
             checksum = Checksum()
-            with open(self._spare / WEIGHTS, "wb", buffering=0, opener=_over) as file:
+            with open(self._spare / WEIGHTS, "wb", buffering=0, opener=_reopened) as file:
                 _write_whole(file, header(weights.layout))
                 for _, tensor in pairs:
                     for chunk in _chunks(tensor.cpu()):
@@ -84,8 +84,8 @@ class DiskChannel:
         except OSError as error:
             shutil.rmtree(self._spare, ignore_errors=True)
             raise StorageError(
-                f"cannot write the weights of version {version} to {self.directory}: {error.strerror}; free some space "
-                "or name another directory"
+                f"cannot write the weights of version {version} to {self.directory}: {error.strerror}; free disk space "
+                "or set another directory"
             ) from error
         finally:
             for _ in pairs:  # ranks that gather with this one wait for it
@@ -93,7 +93,7 @@ class DiskChannel:
         return final, checksum.hexdigest()
 
     def _retire_all_but(self, path: Path) -> None:
-        """One of them is the next one's spare; others, of a trainer that was killed for instance, are removed."""
+        """One of them becomes the next version's spare file; others, for instance of a killed trainer, are removed."""
         for other in (*self.directory.glob("version-*"), *self.directory.glob(".spare-*")):
             if other in (path, self._spare):
                 continue
@@ -104,7 +104,7 @@ class DiskChannel:
 
 
 def take_from_disk(body: DiskTake, layout: Layout, target: Target) -> Received:
-    """Reads straight into the target's own memory where it can."""
+    """Reads directly into the target's own memory where possible."""
     path = Path(body.path) / WEIGHTS
     checksum, extra = Checksum(), 0
 
@@ -119,10 +119,10 @@ def take_from_disk(body: DiskTake, layout: Layout, target: Target) -> Received:
         with path.open("rb", buffering=0) as file:
             expected = header(layout)
             if file.read(len(expected)) != expected:
-                raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
+                raise WeightsRefused(f"{path} holds other tensors than its publication.json states: publish again")
             target.load(arrivals(file))
             if file.read(1):
-                raise WeightsRefused(f"{path} is longer than its publication says: publish again")
+                raise WeightsRefused(f"{path} is longer than its publication.json states: publish again")
     except OSError as error:
         raise WeightsRefused(
             f"cannot read {path}: {error.strerror}; trainer and engine must see the same directory"
@@ -131,12 +131,12 @@ def take_from_disk(body: DiskTake, layout: Layout, target: Target) -> Received:
 
 
 def header(layout: Layout) -> bytes:
-    """As safetensors begins: the length of a JSON text, and the text, padded to eight bytes."""
+    """The start of a safetensors file: the length of a JSON text, and the text, padded to eight bytes."""
     tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in layout.entries:
         if entry.dtype not in DTYPES:
-            raise WeightsRefused(f"{entry.name!r} is {entry.dtype}, which safetensors cannot hold")
+            raise WeightsRefused(f"{entry.name!r} is {entry.dtype}, which safetensors does not support")
         begin, end = end, end + entry.nbytes
         tensors[entry.name] = {
             "dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end],
@@ -149,7 +149,7 @@ def header(layout: Layout) -> bytes:
 def _read(
     file: BinaryIO, layout: Layout, target: Target, checksum: Checksum, path: Path
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Each tensor, and whether it lies in the target's own memory already."""
+    """Each tensor, and whether it is in the target's own memory already."""
     for entry in layout.entries:
         home = target.home(entry.name)
         own = home is not None and home.device.type == "cpu"
@@ -160,13 +160,14 @@ def _read(
         yield entry.name, tensor, own
 
 
-def _over(path: str, flags: int) -> int:
-    """Opens what is there without emptying it first."""
+def _reopened(path: str, flags: int) -> int:
+    """Opens an existing file without truncating it first."""
     return os.open(path, flags & ~os.O_TRUNC, 0o644)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Its bytes in pieces that are still in the cache when they are summed and written, or read and summed."""
+    """The bytes in pieces that are still in the cache when they are checksummed and written, or read and
+    checksummed."""
     data = as_bytes(tensor)
     for start in range(0, data.numel(), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]

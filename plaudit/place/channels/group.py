@@ -1,9 +1,8 @@
-"""A process group of a channel's own, apart from torch's default group: trainer is rank 0, receivers follow.
+"""A process group owned by a channel, separate from torch's default group: trainer is rank 0, receivers follow.
 
-It is made for one set of receivers, over a TCPStore that the trainer holds, and is thrown away at the first failure:
-torch's groups do not survive one. Every broadcast has a deadline. Gloo keeps to it itself. NCCL does not: its work is
-watched from here, and at the deadline its communicator is aborted, long before torch's own watchdog would end the
-process.
+It is made for one set of receivers, over a TCPStore in the trainer, and discarded at the first failure: torch's groups
+do not survive one. Every broadcast has a deadline. Gloo enforces it itself. NCCL does not: its work is polled here,
+and at the deadline its communicator is aborted, long before torch's own watchdog would end the process.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from plaudit.place.channels.messages import Invitation
 
 dist: Any = torch.distributed  # torch's stubs do not list what is used here
 
-LOOK_SECONDS = 0.0005  # between two looks at NCCL's work
+LOOK_SECONDS = 0.0005  # poll interval of NCCL's work
 WATCHDOG_SECONDS = 3600.0
 
 
 class GroupBroken(ChannelError):
-    """An exchange failed; who is to blame only the wires can tell."""
+    """An exchange failed; only the wires can tell which receiver caused it."""
 
 
 class Rendezvous:
-    """The trainer's store, at which the ranks of every new group meet."""
+    """The trainer's store, through which the ranks of every new group connect."""
 
     def __init__(self, host: str, seconds: float) -> None:
         self.host = host
@@ -44,12 +43,12 @@ class Rendezvous:
             self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {host!r} for the collective channel ({one_line(error, 120)}): name an address of "
+                f"cannot listen on {host!r} for the collective channel ({one_line(error, 120)}): set an address of "
                 "this machine"
             ) from error
 
     def invitation(self, backend: str, size: int) -> Invitation:
-        """For the receivers; each gets its rank too."""
+        """For the receivers; each also gets its rank."""
         return Invitation(self.host, self.store.port, secrets.token_hex(8), backend, size)
 
 
@@ -83,7 +82,7 @@ class ChannelGroup:
             return Pending(self._group, self._group.broadcast([flat], options), flat)
 
     def send(self, flat: Tensor, rank: int) -> Pending:
-        """Start it. `flat` must live until the end. Of two to the same rank, the first arrives first."""
+        """Start it. `flat` must live until the end. Sends to the same rank arrive in order."""
         with _broken_if_it_fails():
             return Pending(self._group, self._group.send([flat], rank, 0), flat)
 
@@ -92,7 +91,7 @@ class ChannelGroup:
             return Pending(self._group, self._group.recv([flat], rank, 0), flat)
 
     def _connect(self, seconds: float) -> None:
-        """NCCL connects at the first exchange, in a call that knows no deadline: so that is made by a thread."""
+        """NCCL connects at the first exchange, in a call without a deadline, so a thread makes it."""
         device = torch.cuda.current_device()
 
         def first() -> None:
@@ -112,7 +111,7 @@ class ChannelGroup:
 
 
 class Pending:
-    """An exchange under way; it keeps its tensor alive."""
+    """An exchange in progress; it keeps its tensor alive."""
 
     def __init__(self, group: Any, work: Any, flat: Tensor) -> None:
         self._group = group
@@ -144,9 +143,9 @@ def _gloo_options(host: str, limit: timedelta) -> Any:
 
 
 def _own_address(host: str) -> str:
-    """This machine's address on the way to `host`: the others must be able to reach it there."""
+    """This machine's address on the route to `host`: the others must be able to reach it there."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # nothing is sent
+    with socket.socket(family, kind) as probe:  # no packet is sent
         probe.connect(address)
         return str(probe.getsockname()[0])
 

@@ -1,4 +1,4 @@
-"""What a trainer's channel and a receiver say to each other. Wires carry these messages as plain data.
+"""Messages between a trainer's channel and a receiver. Wires transfer them as plain data.
 
 trainer -> receiver   WeightMessage: the layout of the weights, and one of the five bodies
 receiver -> trainer   WeightReply, to each of them
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class CpuHandle(msgspec.Struct, tag="cpu", frozen=True):
-    """A segment of the machine's memory: a file descriptor of the process that made it."""
+    """A segment of host memory: a file descriptor of the process that created it."""
 
     pid: int
     file: int
@@ -36,7 +36,7 @@ SegmentHandle = CpuHandle | CudaHandle
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """To a group of ranks; of a receiver's, with its rank, or the first of its ranks, and the seconds to join."""
+    """To a group of ranks; with the receiver's rank, or the first of its ranks, and the seconds to join."""
 
     host: str
     port: int
@@ -52,8 +52,8 @@ class DiskTake(msgspec.Struct, tag="disk", frozen=True):
 
 
 class SharedTake(msgspec.Struct, tag="shared", frozen=True):
-    """stays      the segment holds the trainer's own tensors
-    checksum   whether one is wanted
+    """stays      the segment contains the trainer's own tensors
+    checksum   whether one is requested
     """
 
     segment: SegmentHandle
@@ -74,11 +74,11 @@ class CollectiveTake(msgspec.Struct, tag="collective", frozen=True):
 
 
 class ReshardTake(msgspec.Struct, tag="reshard", frozen=True):
-    """ranks    that train, which are the first of the group
+    """ranks    training ranks, which come first in the group
     splits   of each tensor over them (reshard/routes.py)
-    parts    of every engine rank, a fingerprint of what it is sent
-    stages   that have as many of the ranks each
-    homes    which of several stages has each tensor
+    parts    for every engine rank, a fingerprint of what it is sent
+    stages   number of pipeline stages, each with equally many ranks
+    homes    for several stages, the stage of each tensor
     """
 
     group: str
@@ -103,7 +103,7 @@ class WeightMessage(msgspec.Struct, frozen=True):
 
 class WeightReply(msgspec.Struct, frozen=True):
     """error      why the message was refused
-    checksum   of what was received; None where none was wanted
+    checksum   of what was received; None where none was requested
     """
 
     exchange: str

@@ -1,11 +1,11 @@
 """Changes of a tensor as one row of bytes, without loss.
 
-    32 bytes          how many near and far changes there are, and the bytes of a step in each list
-    near: steps, one byte each what is added to the bits of the value there
+    32 bytes          the numbers of near and far changes, and the bytes of a step in each list
+    near: steps, one byte each that is added to the bits of the old value
     far:  steps, the new values
 
-A step goes from one change to the next. A small update moves a value of half precision to its neighbour: two bytes in
-place of two for every value. Far is what jumps: over zero, or between values that are tiny themselves.
+A step is the distance from one change to the next. A small update moves a half-precision value to its neighbour: two
+bytes per changed value instead of two for every value. Far changes are jumps: over zero, or between tiny values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADER = 32
 
 
 def pack(new: Tensor, old: Tensor) -> Tensor | None:
-    """(bytes,) uint8, of none where nothing changed; None if that is not smaller than the tensor."""
+    """(bytes,) uint8, empty if nothing changed; None if that is not smaller than the tensor."""
     now, before = (as_bits(tensor.contiguous()) for tensor in (new, old.to(new.device)))
     places = (now != before).nonzero().view(-1)
     if not len(places):
@@ -42,25 +42,25 @@ def pack(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def unpack(packed: Tensor, entry: Entry) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Places in a tensor, as if it were one row; numbers of as many bits as its values; whether they are added to the
-    bits that are there, or put in their place."""
+    """Indices into the flattened tensor; numbers of as many bits as its values; whether they are added to the existing
+    bits or replace them."""
     near, near_width, far, far_width = packed[:HEADER].clone().view(torch.int64).tolist()
     size = entry.torch_dtype.itemsize
     sizes = [near * near_width, near, far * far_width, far * size]
-    # Each in memory of its own, where a number begins at a multiple of its bytes.
+    # Each in separate memory, where a number begins at a multiple of its size.
     near_steps, added, far_steps, values = (part.clone() for part in torch.split(packed[HEADER:], sizes))
     yield _places(near_steps, near_width), added.view(torch.int8).to(BITS[size]), True
     yield _places(far_steps, far_width), values.view(BITS[size]), False
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Its values as whole numbers in one row, in the same memory: so that -0 differs from 0, and NaN equals itself."""
+    """Its values as flat integers, in the same memory: so that -0 differs from 0, and NaN equals itself."""
     return tensor.detach().view(-1).view(BITS[tensor.element_size()])
 
 
 def _steps(places: Tensor, size: int) -> tuple[int, Tensor, Tensor]:
-    """Bytes of a step, the places that are stepped on, and the steps to them. `size` is that of a number at each. One
-    that is longer than fits is made in several, over values that have not changed."""
+    """Bytes of a step, the indices stepped on, and the steps to them. `size` is the bytes of a value at each. A step
+    that is too long is split into several, over values that have not changed."""
     steps = torch.diff(places, prepend=places.new_tensor([-1]))
     counts = {width: len(places) + int(((steps - 1) // longest).sum()) for width, (_, longest) in STEPS.items()}
     width = min(STEPS, key=lambda each: counts[each] * (size + each))

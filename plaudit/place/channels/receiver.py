@@ -1,4 +1,4 @@
-"""An engine's receiver for every kind of channel: the message says which."""
+"""An engine's receiver for every kind of channel: the message selects the method."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WeightReceiver:
         self.target: Target = ModuleTarget(target) if isinstance(target, nn.Module) else target
         self.version: int | None = None
         self._publisher: str | None = None
-        # A part has ways of its own: what the whole brought stays where it lies.
+        # Partial weights use separate buffers: those of the full weights stay in place.
         self._collective = {part: CollectiveSide() for part in (False, True)}
         self._shared = {part: SharedSide() for part in (False, True)}
         self._reshard = ReshardSide()
@@ -39,7 +39,7 @@ class WeightReceiver:
         self._check_version(message.version, message.publisher)
         self.target.check(message.layout)
         if message.layout.part and self.version is None:
-            raise WeightsRefused("a part of the weights was published to an engine that has none: publish all of them")
+            raise WeightsRefused("a part of the weights was published to an engine that has none: publish all weights")
         if message.layout.since not in (None, self.version):
             raise WeightsRefused(
                 f"changes since version {message.layout.since} were published to an engine that has version "
@@ -48,7 +48,7 @@ class WeightReceiver:
         if isinstance(message.body, CollectivePrepare):
             return WeightReply(message.exchange, in_group=self._collective[message.layout.part].prepare(message.body))
         target = self._target(message.layout)
-        self.version = None  # until all of it has been checked: a failure leaves some tensors new and some old
+        self.version = None  # until everything has been checked: a failure leaves some tensors new and some old
         received = self._take(message, target)
         self.version, self._publisher = message.version, message.publisher
         return WeightReply(message.exchange, None, self.version, received.checksum, received.extra_bytes)
@@ -74,7 +74,7 @@ class WeightReceiver:
             case ReshardTake() as body:
                 return self._take_parts(body, message.layout)
             case _:
-                raise AssertionError(f"nothing is taken from {message.body}")
+                raise AssertionError(f"unexpected message body {message.body}")
 
     def _take_parts(self, body: ReshardTake, layout: Layout) -> Received:
         if not isinstance(self.target, ModuleTarget | PartTarget):
@@ -85,7 +85,7 @@ class WeightReceiver:
         try:
             return self._reshard.take(body, side.group(body.group), layout, self.target)
         except BaseException:
-            side.close()  # so that nobody waits for this rank
+            side.close()  # so that no other rank waits for this one
             raise
 
     def close(self) -> None:

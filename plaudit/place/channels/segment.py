@@ -1,9 +1,9 @@
-"""A piece of memory that two processes of one machine have mapped: of the CPU, or of a GPU.
+"""A memory segment mapped by two processes of one machine: host memory, or a GPU's.
 
-On the CPU it is a memfd, which has no name in any filesystem: it is opened through the maker's /proc/PID/fd and freed
-when the last process that has it ends, also by kill -9. On a GPU it is an allocation of its own by the driver (never a
-part of torch's pool, whose expandable segments cannot be shared), known to others by its IPC handle of 64 bytes; the
-driver frees it with its maker.
+On the CPU it is a memfd, which has no name in any filesystem: other processes open it through /proc/PID/fd of its
+creator, and it is freed when the last process that has it exits, also by kill -9. On a GPU it is a separate allocation
+by the driver (never part of torch's pool, whose expandable segments cannot be shared), opened by its IPC handle of 64
+bytes; the driver frees it with its creator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plaudit.place.channels.messages import CpuHandle, CudaHandle, SegmentHandle
 
 class Segment(Protocol):
     """memory   (bytes,) uint8
-    handle   how another process opens it
+    handle   opens it in another process
     """
 
     memory: Tensor
@@ -56,7 +56,7 @@ class CpuSegment:
         self.handle: SegmentHandle = CpuHandle(os.getpid(), self._file, os.fstat(self._file).st_ino, size)
 
     def close(self) -> None:
-        # The mapping itself goes with the last tensor that lies in it.
+        # The mapping itself is freed with the last tensor that uses it.
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -71,19 +71,19 @@ class OpenedCpuSegment:
         except OSError as error:
             raise WeightsRefused(
                 f"cannot open the shared weights of process {pid}: {error.strerror}; trainer and engine must run on "
-                "one machine, as one user and in one container: else set placement.channel to 'disk' or 'collective'"
+                "one machine, as one user, in one container; otherwise set placement.channel to 'disk' or 'collective'"
             ) from error
         try:
             if os.fstat(file).st_ino != handle.inode:
-                raise WeightsRefused(f"process {pid} is not the one that shares these weights: publish again")
+                raise WeightsRefused(f"process {pid} does not share these weights any more: publish again")
             self.memory = torch.frombuffer(_mapped(file, handle.size), dtype=torch.uint8)
         finally:
             os.close(file)
 
     def close(self) -> None:
-        """The mapping goes with the last tensor that lies in it."""
+        """The mapping is freed with the last tensor that uses it."""
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:
-    # Populated: a page fault for every 4 KiB would cost more than the copy that comes after.
+    # Populated: a page fault for every 4 KiB would cost more than the copy that follows.
     return mmap.mmap(file, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,19 +1,19 @@
-"""Weights in memory that trainer and engines of one machine have mapped: shared memory on a CPU, CUDA IPC on a GPU.
+"""Weights in memory mapped by trainer and engines of one machine: shared memory on a CPU, CUDA IPC on a GPU.
 
 Two forms:
 
     SharedChannel(module)   The module's tensors are moved into one segment, once, and the engines' tensors become views
-                            of it. To publish is a message and its answer: nothing is copied, and an engine needs no
+                            of it. A publication is a message and its answer: nothing is copied, and an engine needs no
                             weights of its own. The trainer writes where the engine reads, so engines must be paused
                             from the first change until the publication: the hybrid placement.
     SharedChannel()         Two segments. New weights are copied into the one that no engine uses, then all engines
-                            flip: engines may run all the while, and never see a torn set. The async placement.
+                            switch: engines run meanwhile, and never see a mix of versions. The async placement.
 
-On a GPU an engine of the second form copies from the segment instead of flipping, since its CUDA graphs hold addresses;
-it copies between two steps, and one segment is enough.
+On a GPU an engine of the second form copies from the segment instead of switching, since its CUDA graphs contain
+addresses; it copies between two steps, and one segment is enough.
 
-Names, shapes, dtypes and the version are checked each time, and in the first form that every tensor is still where it
-was put. Bytes do not travel, so a full checksum is made only if it is asked for.
+Names, shapes, dtypes and the version are checked each time, and in the first form that every tensor is still in the
+segment. No bytes are transferred, so a full checksum is computed only on request.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from plaudit.train.run.checksum import Checksum
 
 
 class SharedChannel:
-    """module     whose tensors live in the segment from now on; None: two segments, and weights from anywhere
-    checksum   whether all bytes are summed on both sides
+    """module     whose tensors are in the segment from now on; None: two segments, and weights from anywhere
+    checksum   whether all bytes are checksummed on both sides
     """
 
     def __init__(self, module: nn.Module | None = None, *, checksum: bool = False, seconds: float = DEADLINE) -> None:
@@ -43,14 +43,14 @@ class SharedChannel:
         self._segments: list[Segment] = []
         self._layout: Layout | None = None
         self._current = 0
-        self._filled: int | None = None  # the version that the current segment holds
+        self._filled: int | None = None  # the version in the current segment
         self._home = module is not None
         if module is not None:
             self._move_in(module)
 
     @property
     def in_place(self) -> bool:
-        """Whether engines read where the trainer writes."""
+        """Whether engines read the memory that the trainer writes."""
         return self._home
 
     def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
@@ -62,7 +62,7 @@ class SharedChannel:
         if self._home:
             self._check_home(weights)
         elif version != self._filled:
-            # The same version again goes to whoever lacks it from where it is: others may be using it.
+            # The same version is sent again from the current segment: other engines may be using it.
             self._fill_spare(weights)
             self._filled = version
         segment = self._segments[self._current]
@@ -78,7 +78,7 @@ class SharedChannel:
         return Publication(version, exchange.elapsed, weights.nbytes, max(0, extra))
 
     def close(self) -> None:
-        """Of a module that lives here the tensors stay usable on a CPU; on a GPU they must not be used again."""
+        """The tensors of a module in the segment stay usable on a CPU; on a GPU they must not be used again."""
         for segment in self._segments:
             segment.close()
         self._segments = []
@@ -97,10 +97,10 @@ class SharedChannel:
         target.adopt(views.items())
 
     def _prepare(self, weights: Weights) -> None:
-        """Segments for this layout: one if the module lives there or the engines copy, else two."""
+        """Segments for this layout: one if it contains the module or the engines copy, else two."""
         devices = {tensor.device for tensor in weights.tensors.values()}
         if len(devices) != 1:
-            raise WeightsRefused(f"the weights are on {sorted(map(str, devices))}: sharing needs them on one device")
+            raise WeightsRefused(f"the weights are on {sorted(map(str, devices))}: sharing requires a single device")
         device = devices.pop()
         self._layout = weights.layout
         count = 1 if self._home or device.type == "cuda" else 2
@@ -110,7 +110,7 @@ class SharedChannel:
     def _check_home(self, weights: Weights) -> None:
         assert self._layout is not None
         if weights.layout != self._layout:
-            raise WeightsRefused("the weights have other names, shapes or dtypes than the module that is shared")
+            raise WeightsRefused("the names, shapes or dtypes of the weights differ from those of the shared module")
         views = dict(_views(self._layout, self._segments[0].memory))
         for name, tensor in weights.tensors.items():
             if tensor.data_ptr() != views[name].data_ptr():
@@ -124,7 +124,7 @@ class SharedChannel:
         if self._layout is None:
             self._prepare(weights)
         elif weights.layout != self._layout:
-            raise WeightsRefused("the weights have other names, shapes or dtypes than those published before")
+            raise WeightsRefused("the names, shapes or dtypes of the weights differ from those published before")
         else:
             self._current = (self._current + 1) % len(self._segments)
         assert self._layout is not None
@@ -134,12 +134,12 @@ class SharedChannel:
 
 
 class SharedSide:
-    """Segments stay open while the publisher uses them: by their handles."""
+    """Keeps segments open, by their handles, while the publisher uses them."""
 
     def __init__(self) -> None:
         self._publisher: str | None = None
         self._open: list[Segment] = []
-        self._left: list[Segment] = []  # of a publisher before: closed when nothing lies in them any more
+        self._left: list[Segment] = []  # of an earlier publisher: closed when no tensor uses them any more
 
     def take(self, body: SharedTake, publisher: str, layout: Layout, target: Target) -> Received:
         segment = self._segment(publisher, body.segment)

@@ -1,4 +1,5 @@
-"""A module as the target of weights: what it has is checked against what comes, then copied to or put in its place."""
+"""A module as the target of weights: its tensors are checked against the incoming ones, then overwritten or
+replaced."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from plaudit.place.channels.weights import Entry, Layout, Weights, named_tensors
 
 
 class ModuleTarget:
-    """Its names may be tied otherwise than the sender's: one tensor that comes may go to several here, but two that
-    come never to one."""
+    """Its names may be tied differently from the sender's: one incoming tensor may go to several here, but two incoming
+    ones never to one."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -44,7 +45,7 @@ class ModuleTarget:
             self._places[coming[name]].append(tensors[name])
 
     def home(self, name: str) -> Tensor | None:
-        """The memory of an entry, if to write there is to load it."""
+        """The memory of an entry, if writing there loads it."""
         memories = {tensor.data_ptr(): tensor for tensor in self._places[name]}
         only = next(iter(memories.values())).detach()
         return only if len(memories) == 1 and only.is_contiguous() else None
@@ -57,7 +58,7 @@ class ModuleTarget:
 
     @torch.no_grad()
     def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:
-        """Of some values of an entry, with `places` counted as if it were one row, change the bits."""
+        """Change the bits of some values of an entry; `places` are indices into the flattened entry."""
         for place in {place.data_ptr(): place for place in self._places[name]}.values():
             _change(place, places, numbers, add)
 
@@ -65,7 +66,7 @@ class ModuleTarget:
         return needed(layout, named_tensors(self.module), {})
 
     def views(self, name: str, box: Box) -> list[Tensor]:
-        """Its own memory of a part of an entry, in each tensor that has it."""
+        """Its own memory of a part of an entry, in each tensor that contains it."""
         places = {place.data_ptr(): place.detach() for place in self._places[name]}.values()
         return [place[box.within(whole_box(place.shape))] for place in places]
 
@@ -74,17 +75,17 @@ class ModuleTarget:
         return {tensor.device for places in self._places.values() for tensor in places}
 
     def adopt(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Let the module's tensors be these, without a copy. Whoever holds the parameters themselves sees it too."""
+        """Replace the module's tensors with these, without a copy. Holders of the parameters see the change too."""
         for name, tensor in tensors:
             for place in self._places[name]:
                 place.data = tensor
 
 
 class PartTarget:
-    """A rank's part of a module as the target of the whole module's weights: it takes its own of each tensor.
+    """A rank's shard of a module as the target of the whole module's weights: it takes its slice of each tensor.
 
-    whole   the module that it is a part of, on the meta device
-    cuts    where its smaller tensors lie in those of the whole
+    whole   the module that it is a shard of, on the meta device
+    cuts    the slices of the whole tensors that its smaller ones are
     """
 
     def __init__(self, part: nn.Module, whole: nn.Module, cuts: Mapping[str, Cut]) -> None:
@@ -133,7 +134,7 @@ class PartTarget:
 
 
 class DeltaTarget:
-    """A target of changes, which are written over what it has."""
+    """A target of changes, which are written over its current values."""
 
     def __init__(self, target: ModuleTarget | PartTarget, layout: Layout) -> None:
         self.target = target
@@ -160,7 +161,7 @@ def _change(tensor: Tensor, places: Tensor, numbers: Tensor, add: bool) -> None:
 
 
 def _within(cut: Cut, shape: Sequence[int], places: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of a whole tensor that lie in a part of it, counted there, and their numbers."""
+    """Those indices of a whole tensor that are in a slice of it, relative to the slice, and their values."""
     size, inner, kept = shape[cut.dim], prod(shape[cut.dim + 1 :]), cut.end - cut.start
     at = places // inner % size
     here = (at >= cut.start) & (at < cut.end)
@@ -171,14 +172,14 @@ def _within(cut: Cut, shape: Sequence[int], places: Tensor, numbers: Tensor) -> 
 def _check_names(coming: Iterable[str], mine: Iterable[str]) -> None:
     coming, mine = set(coming), set(mine)
     if missing := sorted(mine - coming):
-        raise WeightsRefused(f"the weights lack {missing[0]!r}{_more(missing)}, which the engine has")
+        raise WeightsRefused(f"the weights lack {missing[0]!r}{_others(missing)}, which the engine has")
     if unknown := sorted(coming - mine):
         raise WeightsRefused(
-            f"the weights have {unknown[0]!r}{_more(unknown)}, which the engine has not; {nearest(unknown[0], mine)}"
+            f"the weights have {unknown[0]!r}{_others(unknown)}, which the engine lacks; {nearest(unknown[0], mine)}"
         )
 
 
-def _more(names: list[str]) -> str:
+def _others(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 

@@ -1,8 +1,8 @@
-"""The weights of a publication: named tensors with their layout, given out bucket by bucket.
+"""The weights of a publication: named tensors with their layout, iterated bucket by bucket.
 
-A name that shares its storage with an earlier one is an alias of it: its bytes are moved once. A sharded tensor
-(DTensor) is put together when its bucket's turn comes, so that no rank ever holds the whole model; every rank of its
-mesh must then iterate.
+A name that shares its storage with an earlier one is an alias of it: its bytes are transferred once. A sharded tensor
+(DTensor) is gathered when its bucket is due, so that no rank ever has the whole model; every rank of its mesh must
+then iterate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from plaudit.errors import WeightsRefused
 
 BUCKET_BYTES = 32 << 20
-ALIGNMENT = 512  # bytes, as torch's allocator on a GPU: kernels are chosen by it
+ALIGNMENT = 512  # bytes, as torch's GPU allocator: kernels are chosen by alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """entries   tensors that are moved, in their order
+    """entries   tensors that are transferred, in order
     aliases   further names of them: name -> name of an entry
-    part      others stay as the receiver has them: what a LoRA run has changed
+    part      other tensors stay as the receiver has them: for instance what a LoRA run has changed
     since     the version that the receiver must have for it
-    packed    of entries that are changes of a tensor (delta.py): that tensor's own
+    packed    of entries that are changes of a tensor (delta.py): that tensor's own entry
     """
 
     entries: tuple[Entry, ...]
@@ -68,7 +68,7 @@ class Layout:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def offsets(self) -> tuple[list[int], int]:
-        """Where each entry begins if all lie in one segment, aligned; and the segment's size."""
+        """Offset of each entry in a single segment, aligned; and the segment's size."""
         places, end = [], 0
         for entry in self.entries:
             places.append(end)
@@ -76,7 +76,7 @@ class Layout:
         return places, max(end, ALIGNMENT)
 
     def buckets(self, size: int = BUCKET_BYTES) -> Iterator[tuple[Entry, ...]]:
-        """Entries in order, as many as fit into `size` bytes; one that is larger is a bucket of its own."""
+        """Entries in order, as many as fit into `size` bytes; a larger one is a bucket by itself."""
         bucket: list[Entry] = []
         filled = 0
         for entry in self.entries:
@@ -90,7 +90,7 @@ class Layout:
 
 
 class Weights:
-    """tensors   by name; plain or DTensor, on any device. Not copied: what is published is what they hold then."""
+    """tensors   by name; plain or DTensor, on any device. Not copied: what is published are their current values."""
 
     def __init__(self, tensors: Mapping[str, Tensor], part: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ class Weights:
         return any(isinstance(tensor, DTensor) for tensor in self.tensors.values())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """One whole tensor after the other; of a sharded one only this one is in memory."""
+        """One whole tensor after the other; of sharded ones only the current one is in memory."""
         for name, tensor in self.tensors.items():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -145,7 +145,7 @@ def _identity(tensor: Tensor) -> Any:
     """Equal for two names of the same memory."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
-        # A rank may hold no part of a small tensor: then only the object tells it from others.
+        # A rank may have no part of a small tensor: then only the object identifies it.
         return ("shard", local.data_ptr(), tensor.shape, local.stride()) if local.numel() else id(tensor)
     if not tensor.numel() or tensor.device.type == "meta":
         return id(tensor)

@@ -15,12 +15,12 @@ import msgspec
 from plaudit.errors import ReceiverLost
 from plaudit.process.framing import FrameReader, pack
 
-SEND_SECONDS = 30.0  # a message fits into the socket's buffer, unless its reader has stopped
+SEND_SECONDS = 30.0  # a message fits into the socket's buffer, unless its reader is stopped
 _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class SocketWire:
-    """The trainer's end. `process`, if we started it, tells in errors how it ended."""
+    """The trainer's end. `process`, if this side started it, is used in errors to report its exit."""
 
     ranks = 1
 
@@ -36,7 +36,7 @@ class SocketWire:
         try:
             self.connection.sendall(pack(message))
         except TimeoutError as error:
-            raise ReceiverLost(self.name, f"took no message for {SEND_SECONDS:g} s: it is stopped") from error
+            raise ReceiverLost(self.name, f"read no message for {SEND_SECONDS:g} s: it is stopped") from error
         except OSError as error:
             raise ReceiverLost(self.name, self._end()) from error
 

@@ -25,11 +25,11 @@ from plaudit.place.resources import Seat, rollout_seats
 from plaudit.train.policy import lora
 
 PROBE_PROMPTS = 32
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32; others kill it at the first request
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32; others crash it at the first request
 
 
 def new_served(stage: PlacementContext, channel: Channel) -> ServerFleet:
-    """The main rank's; the others have none."""
+    """The main rank's; the other ranks have none."""
     recipe, trainee = stage.recipe, stage.trainee
     reader = Engine(trainee.loaded.module, trainee.loaded.tokenizer) if stage.ranks.main else None
     places = [] if reader is None else _places(stage, sorted(reader.end_tokens))

@@ -1,4 +1,4 @@
-"""An external engine server, started in its own environment: its log is kept, and it ends with this process."""
+"""Starts an external engine server in its own environment: its log is kept, and it ends with this process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import httpx
 
 from plaudit.errors import EngineError, EngineLost
 
-LOOK_EVERY = 0.25  # seconds between two looks whether it is ready
+LOOK_EVERY = 0.25  # poll interval until it is ready
 END_SECONDS = 30.0
 
 
 class EngineServer:
-    """`url` is where it answers once `wait_ready` has returned."""
+    """`url` is its address once `wait_ready` has returned."""
 
     def __init__(
         self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None,
         cores: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`cores` are the CPUs that it may use; none named: those of this process."""
+        """`cores` are the CPUs that it may use; empty: those of this process."""
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -62,7 +62,7 @@ class EngineServer:
         """Raise if the process has ended."""
         code = self._process.poll()
         if code is not None:
-            raise EngineLost(f"{self.name} ended with exit {code}: {self._last_words()} (whole log: {self.log})")
+            raise EngineLost(f"{self.name} ended with exit {code}: {self._last_log_line()} (whole log: {self.log})")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -79,10 +79,10 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line]
-        return (telling or lines or ["it said nothing"])[-1][-300:]
+        return (telling or lines or ["no output"])[-1][-300:]
 
 
 def free_port() -> int:

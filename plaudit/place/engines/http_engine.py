@@ -1,9 +1,8 @@
 """An engine on an HTTP server, with the same `generate` as the core's engine.
 
-Requests of one call go out together, one per prompt, and the server batches them as it likes. A request whose
-connection breaks is sent again, for nothing of its answer was used; when all have come, the server is asked whether it
-is still the same process with the same weights, so that one that was restarted in between cannot pass off samples of
-other weights.
+Requests of one call are sent together, one per prompt, and the server batches them. A request whose connection breaks
+is retried, since nothing of its answer was used; after all responses the client checks that the server is still the
+same process with the same weights, so that a server restarted in between cannot return samples of other weights.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from plaudit.place.engines.http_wire import HttpWire
 from plaudit.records import FinishReason, ItemError, Sample
 
 AT_ONCE = 512  # connections
-CONNECT = 5.0  # seconds to connect, and the longest pause between two attempts
-AWAY = 20.0  # seconds for which a server may refuse connections before it is given up
-CONTROL = 120.0  # seconds for pausing, waking and the like
-AGAIN = (429, 503)  # what time may mend
-BEAT_EVERY = 5.0  # seconds between two looks, while requests are under way, whether it still lives
-BEAT_SECONDS = 120.0  # ... and how long an answer to that may take: it waits for the batch, and a first one may compile
+CONNECT = 5.0  # seconds to connect, and the longest pause between two retries
+AWAY = 20.0  # seconds for which a server may refuse connections before it counts as lost
+CONTROL = 120.0  # seconds for control calls such as pausing and waking
+AGAIN = (429, 503)  # worth a retry
+BEAT_EVERY = 5.0  # seconds between two liveness checks while requests are in flight
+BEAT_SECONDS = 120.0  # timeout of such a check: it waits for the batch, and a first one may compile
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """version   of the weights; None where nobody has sent any since the process started
-    life      another one after a restart; None where the server tells nothing of the kind
+    """version   of the weights; None if none were sent since the process started
+    life      identifies the process; None if the server does not report it
     """
 
     version: int | None
@@ -47,7 +46,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One sample as a server tells of it."""
+    """One sample from a server's response."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -57,9 +56,9 @@ class Drawn:
 
 class HttpEngine(ABC):
     """name       for errors
-    stop_ids   the model's end-of-sequence tokens, as the core has them
+    stop_ids   the model's end-of-sequence tokens, as in the core
     timeout    seconds for one call of generate
-    server     the process, if we have started it; closed with the engine
+    server     the process, if it was started here; closed with the engine
     wire       the control connection of a weight channel
     """
 
@@ -74,24 +73,24 @@ class HttpEngine(ABC):
         self.timeout = timeout
         self.server = server
         self.version: int | None = None
-        self.loading = False  # taking in weights, which may take long
+        self.loading = False  # a weight update, which may take long
         self._life: str | None = None
-        self._weights = threading.RLock()  # held while they change
+        self._weights = threading.RLock()  # acquired while the weights change
         # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
-        self._ssl = httpx.create_ssl_context(trust_env=False)  # once: it costs more than a short turn
+        self._ssl = httpx.create_ssl_context(trust_env=False)  # once: creating it costs more than a short call
         self._http = httpx.Client(
             base_url=self.url, follow_redirects=False, trust_env=False, timeout=CONTROL, verify=self._ssl
         )
 
-    # What a server must say
+    # The protocol of a server
 
     @abstractmethod
     def request(self, prompt: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any]]:
-        """Path and body that ask for a prompt's samples."""
+        """Path and body of the request for a prompt's samples."""
 
     @abstractmethod
     def drawn(self, reply: Any) -> list[Drawn]:
-        """What is in a reply."""
+        """The samples in a response."""
 
     @abstractmethod
     def logprobs_of(
@@ -104,24 +103,24 @@ class HttpEngine(ABC):
 
     @abstractmethod
     def beat(self, seconds: float) -> None:
-        """Raises EngineError unless all of it still lives: a process may also hang, or have been stopped."""
+        """Raises EngineError unless all its processes are alive: one may also hang, or be stopped."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Nothing is computed until resume(); requests stay where they are."""
+        """Nothing is computed until resume(); requests stay queued."""
 
     @abstractmethod
     def resume(self) -> None: ...
 
     @abstractmethod
     def forget(self) -> None:
-        """No KV that was computed before is used again."""
+        """Drop all cached KV."""
 
     @abstractmethod
     def top_logprobs(self, context: Sequence[int], count: int) -> dict[int, float]:
-        """The likeliest next tokens, through the same path as any generation."""
+        """The most likely next tokens, through the same path as any generation."""
 
-    # Generating
+    # Generation
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], begun: object = None
@@ -130,13 +129,13 @@ class HttpEngine(ABC):
         if begun is not None:
             raise RequestError(f"{self.name} cannot continue samples of another engine: use the core")
         if len(prompts) != len(params):
-            raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: give one each")
+            raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: pass one per prompt")
         for name in (name for option in params for name in option.core_only()):
             raise RequestError(f"{name} is not supported by {self.name}: remove it, or use the core")
         version = self.version
         if version is None:
-            raise StaleWeights(f"{self.name} has received no weights yet: publish before generating")
-        replies = asyncio.run(self._ask_all(prompts, params))
+            raise StaleWeights(f"{self.name} has received no weights yet: publish weights before generating")
+        replies = asyncio.run(self._request_all(prompts, params))
         self.check_state()
         samples = []
         for group, (prompt, options, reply) in enumerate(zip(prompts, params, replies, strict=True)):
@@ -146,7 +145,7 @@ class HttpEngine(ABC):
             drawn = self.drawn(reply)
             if len(drawn) != options.n or any(len(d.token_ids) != len(d.logprobs) for d in drawn):
                 raise BadReply(
-                    f"{self.name} gave {len(drawn)} samples for n = {options.n}, or not one log-prob per token"
+                    f"{self.name} returned {len(drawn)} samples for n = {options.n}, or not one log-prob per token"
                 )
             samples += [self._sample(prompt, group, i, options, d, version) for i, d in enumerate(drawn)]
         return samples
@@ -154,7 +153,8 @@ class HttpEngine(ABC):
     def _sample(
         self, prompt: Sequence[int], group: int, index: int, params: SamplingParams, drawn: Drawn, version: int
     ) -> Sample:
-        """Where weights have changed under way, all tokens count as the older version's: nobody can tell which are."""
+        """If weights changed during generation, all tokens count as the older version's: the server does not report
+        which are."""
         count = len(drawn.token_ids)
         logprobs, raw = self.logprobs_of(prompt, params, drawn)
         known = params.reshapes and params.temperature == 1 and not any(map(math.isnan, raw))
@@ -165,7 +165,7 @@ class HttpEngine(ABC):
         )  # fmt: skip
 
     def healthy(self) -> bool:
-        """Whether it generates a token."""
+        """Whether it can generate a token."""
         try:
             self.top_logprobs([self.stop_ids[0] if self.stop_ids else 0], 1)
         except EngineError:
@@ -173,23 +173,23 @@ class HttpEngine(ABC):
         return True
 
     def check_state(self) -> None:
-        """Raise unless the server has the weights that it was sent."""
+        """Raise unless the server has the weights that were sent to it."""
         with self._weights:
             state = self.state()
         if self._life is not None and state.life != self._life:
             self.version = None
-            raise StaleWeights(f"{self.name} was restarted, and has its first weights: publish before it generates")
+            raise StaleWeights(f"{self.name} was restarted and has its initial weights: publish before generating")
         if state.version != self.version:
-            raise StaleWeights(f"{self.name} has weights of version {state.version}, and should have {self.version}")
+            raise StaleWeights(f"{self.name} has weights of version {state.version}, expected {self.version}")
 
     def new_version(self, version: int | None) -> None:
-        """It has received these weights; None: nobody knows what it has."""
+        """Record the version that it received; None: unknown."""
         self.version = version
         self._life = self.state().life
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is computed inside; nothing that was computed before it is used after it."""
+        """Inside, nothing is computed; afterwards no KV computed before is used."""
         with self._weights:
             self.pause()
             try:
@@ -209,25 +209,25 @@ class HttpEngine(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Inside
+    # Internal
 
     def control(self, method: str, path: str, body: Any = None, seconds: float = CONTROL, **query: Any) -> Any:
-        """One request that is not sent again."""
+        """One request that is not retried."""
         try:
             reply = self._http.request(method, path, json=body, params=query or None, timeout=seconds)
         except httpx.TransportError as error:
             raise self.lost(error) from error
         if reply.status_code != 200:
-            raise EngineError(f"{self.name} answered {method} {path} with {reply.status_code}: {_words(reply)}")
+            raise EngineError(f"{self.name} answered {method} {path} with {reply.status_code}: {_error_text(reply)}")
         is_json = reply.headers.get("content-type", "").startswith("application/json")
         return reply.json() if is_json and reply.content else None
 
     def lost(self, error: Exception) -> EngineLost:
         if self.server is not None:
-            self.server.check()  # says why it ended
+            self.server.check()  # raises with the reason why it ended
         return EngineLost(f"{self.name} does not answer: {type(error).__name__} {one_line(error)}")
 
-    async def _ask_all(
+    async def _request_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[dict[str, Any] | ItemError]:
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
@@ -254,7 +254,7 @@ class HttpEngine(ABC):
                 await asyncio.gather(answers, watch, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Ends only with an error."""
+        """Returns only by raising an error."""
         while True:
             await asyncio.sleep(BEAT_EVERY)
             if not self.loading:
@@ -285,10 +285,10 @@ class HttpEngine(ABC):
                     return payload
                 if reply.status_code == 400:
                     raise RequestError(
-                        f"{self.name} refuses a prompt of {len(body.get('prompt', ()))} tokens: {_words(reply)}"
+                        f"{self.name} rejected a prompt of {len(body.get('prompt', ()))} tokens: {_error_text(reply)}"
                     )
                 if reply.status_code not in AGAIN:
-                    raise EngineError(f"{self.name} answered with {reply.status_code}: {_words(reply)}")
+                    raise EngineError(f"{self.name} answered with {reply.status_code}: {_error_text(reply)}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, CONNECT)
 
@@ -303,7 +303,7 @@ def _finish_reason(name: str) -> FinishReason:
     return "stop" if name == "repetition" else "error"
 
 
-def _words(reply: httpx.Response) -> str:
+def _error_text(reply: httpx.Response) -> str:
     try:
         error = reply.json().get("error", reply.text)
         text = error.get("message", reply.text) if isinstance(error, dict) else str(error)

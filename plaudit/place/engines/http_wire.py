@@ -11,7 +11,7 @@ from plaudit.errors import EngineError, ReceiverLost
 
 
 class HttpWire:
-    """`call` brings a message to the engine and returns its answer; it raises EngineError if the engine is gone."""
+    """`call` sends a message to the engine and returns its answer; it raises EngineError if the engine is lost."""
 
     ranks = 1
 
@@ -24,7 +24,7 @@ class HttpWire:
 
     def tell(self, message: dict[str, Any]) -> None:
         if self._thread is None:
-            # A daemon: a call that never returns must not keep the trainer from ending.
+            # A daemon: a call that never returns must not keep the trainer from exiting.
             self._thread = threading.Thread(target=self._run, name=f"wire to {self.name}", daemon=True)
             self._thread.start()
         self._messages.put(message)

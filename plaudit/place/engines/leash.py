@@ -1,7 +1,7 @@
 """Runs a command that ends with its parent process: `python -m plaudit.place.engines.leash CORES COMMAND ...`.
 
-The owner holds the other end of this process's standard input. When that closes, for whatever reason (the owner was
-killed, too), the command and all processes it has started are told to end, and killed if they do not.
+The parent has the other end of this process's standard input. When that closes, for whatever reason (the parent was
+killed, too), the command and all processes it started get SIGTERM, and SIGKILL if they do not exit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-GRACE = 15.0  # seconds to end by itself
+GRACE = 15.0  # seconds to exit after SIGTERM
 
 
 def run(cores: Sequence[int], command: Sequence[str]) -> int:
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    # A session of its own: an interrupt at the terminal is for the owner, who then closes our standard input.
+    # A separate session: an interrupt at the terminal is for the parent, which then closes our standard input.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _tell(process.pid, signal.SIGTERM))
     watch = threading.Thread(target=_watch, args=(process,), daemon=True)
     watch.start()
     code = process.wait()
-    _tell(process.pid, signal.SIGKILL)  # what it has started and left behind
+    _tell(process.pid, signal.SIGKILL)  # processes that it started and left behind
     return code if code >= 0 else 128 - code
 
 

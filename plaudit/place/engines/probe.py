@@ -1,13 +1,13 @@
 """Checks that an engine uses the weights it reports: compares its log-probs after fixed tokens with the trainer's.
 
-A checksum tells that the bytes arrived, not that they are used: vLLM kept an old packed head, and any engine may keep
-old KV. Two questions are asked after every publication:
+A checksum proves that the bytes arrived, not that they are used: vLLM kept an old packed head, and any engine may keep
+old KV. Two checks run after every publication:
 
-1. Do both give the same log-probs, to a tolerance? It must allow for other kernels and dtypes, and one update may move
-   log-probs by less.
-2. Have the engine's log-probs moved as the trainer's have, since the engine was last seen to follow? What the trainer's
-   moved is d, the engine's x; x·d / d·d is 1 if it follows and 0 if it stands still. Asked once d is well above what
-   engine and trainer differ by anyhow.
+1. Do both compute the same log-probs, to a tolerance? It must allow for other kernels and dtypes, and one update may
+   change log-probs by less.
+2. Have the engine's log-probs changed as the trainer's have, since the last check that passed? Let d be the trainer's
+   change and x the engine's: x·d / d·d is 1 if the engine uses the new weights and 0 if it uses the old ones. Checked
+   once d is well above the usual difference of engine and trainer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from plaudit.errors import ProbeFailed
 
-TOKENS = 160  # of a context: more than a block of any engine's prefix cache, so that old KV shows
-LIKELIEST = 20  # log-probs per context, as many as vLLM gives unless told otherwise
-CLEAR = 4.0  # d counts if it is so many times the usual difference
-FLOOR = 1e-5  # of that difference, in log-probs
+TOKENS = 160  # of a context: more than a block of any engine's prefix cache, so that stale KV shows
+LIKELIEST = 20  # log-probs per context: vLLM's default limit
+CLEAR = 4.0  # d counts if it is this multiple of the usual difference
+FLOOR = 1e-5  # minimum of that difference, in log-probs
 
 
 class Probed(Protocol):
@@ -39,14 +39,14 @@ class Probe:
     def __init__(self, contexts: Sequence[Sequence[int]], tolerance: float) -> None:
         self.contexts = contexts
         self.tolerance = tolerance
-        self._seen: list[np.ndarray] | None = None  # the trainer's, when the engine last was seen to follow
-        self._version = 0  # ... and which version that was
+        self._seen: list[np.ndarray] | None = None  # the trainer's, at the last check that passed
+        self._version = 0  # ... and the version of that check
         self._usual = FLOOR
 
     def check(self, engine: Probed, trainer: Callable[[Sequence[int]], np.ndarray], version: int) -> dict[str, float]:
-        """`trainer` gives the log-probs of all tokens after a context. Raises ProbeFailed; else metrics."""
+        """`trainer` returns the log-probs of all tokens after a context. Raises ProbeFailed; else returns metrics."""
         ours = [trainer(context) for context in self.contexts]
-        # vLLM 0.32 dies if it is asked for more log-probs than there are tokens.
+        # vLLM 0.32 crashes if more log-probs than tokens are requested.
         theirs = [engine.top_logprobs(context, min(LIKELIEST, len(ours[0]))) for context in self.contexts]
         tokens = [np.fromiter(top, np.int64) for top in theirs]
         engines = np.concatenate([np.fromiter(top.values(), np.float64) for top in theirs])
@@ -56,13 +56,13 @@ class Probe:
         if not difference <= self.tolerance:
             raise ProbeFailed(
                 f"{engine.name} was sent version {version} and its log-probs differ from the trainer's by "
-                f"{difference:.3g} in the mean, {self.tolerance:g} is allowed (engine.probe): it does not use these "
+                f"{difference:.3g} on average, {self.tolerance:g} is allowed (engine.probe): it does not use these "
                 "weights"
             )
         if self._seen is not None:
             moved = trainers - (before := _at(self._seen, tokens))
             if np.abs(moved).mean() <= CLEAR * self._usual:
-                return metrics  # too little to tell: the next version will have moved further from what was seen
+                return metrics  # too small to decide: the next version will differ more from the reference
             metrics["probe/follows"] = float((engines - before) @ moved / (moved @ moved))
             if not metrics["probe/follows"] > 0.5:
                 raise ProbeFailed(
@@ -80,7 +80,7 @@ def _at(distributions: Sequence[np.ndarray], tokens: Sequence[np.ndarray]) -> np
 
 
 def probe_contexts(prompts: Sequence[Sequence[int]], positions: int) -> list[list[int]]:
-    """Two contexts out of a run's own prompts: the first alone, and many joined, as far as the positions reach."""
+    """Two contexts from a run's own prompts: the first alone, and many concatenated, as far as the positions reach."""
     joined: list[int] = []
     while len(joined) < TOKENS:
         joined += [token for prompt in prompts for token in prompt]

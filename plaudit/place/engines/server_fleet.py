@@ -1,6 +1,6 @@
-"""External engines as the rollouts of a run: started or connected, updated with weights, probed, and restarted.
+"""External engines as the rollout engines of a run: started or connected, updated with weights, probed, and restarted.
 
-To the placements it is what a Fleet is: `generate`, `publish`, `mend`.
+It has the interface of a Fleet: `generate`, `publish`, `mend`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from plaudit.place.engines.probe import Probe
 from plaudit.place.workers.pool import EnginePool
 from plaudit.records import Sample
 
-WAIT_SECONDS = 1.0  # between two looks of a thread that waits for an engine
-MOST_MENDS = 3  # in a row, without a single sample
+WAIT_SECONDS = 1.0  # interval at which a thread waiting for an engine checks
+MOST_MENDS = 3  # consecutive restarts without a single sample
 
 
 @dataclass(eq=False)
 class EngineAddress:
-    """Where one engine is.
+    """Address of one engine.
 
-    connect   waits for the server that `start` has started, or for one of somebody else's, and gives the engine there
-    start     None where it is somebody else's
+    connect   waits for the server that `start` started, or for an external one, and returns the engine there
+    start     None for an external server
     """
 
     connect: Callable[[EngineServer | None], HttpEngine]
@@ -45,9 +45,9 @@ class EngineAddress:
 class ServerFleet:
     """weights   what is published
     trainer   the learner's log-probs of all tokens after a context, for the probe
-    update    False: publish nothing after the first time. The probe must notice it.
+    update    False: publish nothing after the first time, to test that the probe detects it.
 
-    The thread that makes it is the one that publishes and mends."""
+    Publishing and restarting belong to the thread that creates it."""
 
     def __init__(
         self, places: Sequence[EngineAddress], channel: Channel, weights: Callable[[], Weights],
@@ -74,13 +74,13 @@ class ServerFleet:
         return samples
 
     def publish(self, version: int) -> Publication:
-        """Every engine that lives has this version when it returns, and was seen to use it."""
+        """Every live engine has this version when it returns, and was verified to use it."""
         while True:
             self._connect()
             engines = [member.engine for member in self.pool.members if member.lost is None]
             there = [engine for engine in engines if isinstance(engine, HttpEngine)]
             if not there:
-                raise EngineLost(f"no engine is there to publish to: {self._reasons()}")
+                raise EngineLost(f"no engine is available to publish to: {self._reasons()}")
             try:
                 publication = self._publish(there, version)
                 break
@@ -96,13 +96,13 @@ class ServerFleet:
         return publication
 
     def mend(self) -> None:
-        """Bring back what was lost, with the weights of the last publication; only the thread that trains does it.
-        While an engine is left, calls go there, and the others come back with the next publication."""
+        """Restart lost engines, with the weights of the last publication; only the training thread does it. While an
+        engine is left, calls go there, and the others return with the next publication."""
         lost = any(member.lost is not None for member in self.pool.members) and not self._any_ready()
         if lost and threading.get_ident() == self._owner and self.version is not None:
             self._mends += 1
             if self._mends > MOST_MENDS:
-                raise EngineLost(f"engines were mended {MOST_MENDS} times without a single sample: {self._reasons()}")
+                raise EngineLost(f"engines were restarted {MOST_MENDS} times without any sample: {self._reasons()}")
             self.publish(self.version)
 
     @property
@@ -117,10 +117,10 @@ class ServerFleet:
                 place.server.close()
         self.channel.close()
 
-    # Inside
+    # Internal
 
     def _connect(self) -> None:
-        """Engines that are not there yet, or were lost, are started side by side; somebody else's are asked again."""
+        """Start missing and lost engines in parallel; external ones are contacted again."""
         lost = {member.engine.name: member.lost for member in self.pool.members if member.lost is not None}
         for place in self.places:
             if place.engine is not None and place.engine.name in lost:
@@ -141,7 +141,7 @@ class ServerFleet:
                 engine.version = None
                 self.pool.regain(engine.name)
             return
-        self.warn(f"{engine.name} is started again; it was lost: {why}")
+        self.warn(f"{engine.name} is restarted; it was lost: {why}")
         engine.close()
         self.pool.remove(engine.name)
         place.engine = place.server = None
@@ -170,7 +170,7 @@ class ServerFleet:
                 self.probed[name] = worst(value, self.probed.get(name, value))
 
     def _silent(self, engines: Sequence[HttpEngine]) -> list[str]:
-        """Who of them does not answer, after one of them did not."""
+        """The engines that do not answer, after a failure of one."""
         silent = []
         for engine in engines:
             try:
@@ -180,7 +180,7 @@ class ServerFleet:
         return silent or [engine.name for engine in engines]
 
     def _wait_for_engine(self) -> bool:
-        """The pool has none left: mend here, or wait until the thread that trains has done it."""
+        """The pool has no engine left: restart here, or wait until the training thread has done it."""
         if threading.get_ident() == self._owner:
             self.mend()
             return True

@@ -1,12 +1,12 @@
-"""SGLang as a rollout engine, by its HTTP API (0.5.10) only; tested against recorded replies, not a server.
+"""SGLang as a rollout engine, through its HTTP API (0.5.10) only; tested against recorded replies, not a server.
 
-What its API gives, and what follows from it:
+Properties of its API, and their consequences:
 
-- Log-probs are those after the temperature and before top-k, top-p and min-p: with one of these set nobody could say
-  under what a token was sampled, and the request is refused. SGLANG_RETURN_ORIGINAL_LOGPROB must not be set.
-- Seeds count only in a server that was started with `--enable-deterministic-inference`. Every sample is a request of
-  its own, with a seed of its own.
-- Weights come by disk. The server keeps their version as a text, which we write and which it loses in a restart.
+- Log-probs are those after the temperature and before top-k, top-p and min-p: with one of these set, the probability
+  of a sampled token is unknown, and the request is refused. SGLANG_RETURN_ORIGINAL_LOGPROB must not be set.
+- Seeds only work in a server that was started with `--enable-deterministic-inference`. Every sample is a separate
+  request, with its own seed.
+- Weights are sent through the disk. The server stores their version as text, which we write and a restart loses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SglangEngine(HttpEngine):
         self, url: str, *, stop_ids: Sequence[int], timeout: float = 600.0, server: EngineServer | None = None
     ) -> None:
         super().__init__(url, name="SGLang", stop_ids=stop_ids, timeout=timeout, server=server)
-        self.run = secrets.token_hex(4)  # so that a version of ours is not taken for another run's
+        self.run = secrets.token_hex(4)  # so that a version is not mistaken for another run's
         self.wire = HttpWire(self.name, self._receive)
         self.state()
 
@@ -99,7 +99,7 @@ class SglangEngine(HttpEngine):
         return State(int(version) if run == self.run and version.isdigit() else None, None)
 
     def pause(self) -> None:
-        """Running requests go back to the queue with their tokens, so that the cache can be flushed."""
+        """Running requests return to the queue with their tokens, so that the cache can be flushed."""
         self.control("POST", "/pause_generation", {"mode": "retract"})
 
     def resume(self) -> None:
@@ -109,13 +109,13 @@ class SglangEngine(HttpEngine):
         self.control("POST", "/flush_cache")
 
     def _receive(self, data: dict[str, Any]) -> dict[str, Any]:
-        """A disk channel's message. The file is read here too, for its checksum: the server makes none."""
+        """A disk channel's message. The file is read here too, for its checksum: the server computes none."""
         message = typed(data, WeightMessage)
         if not isinstance(message.body, DiskTake):
             reply = WeightReply(message.exchange, 'takes weights by disk alone: set placement.channel = "disk"')
             return plain(reply)
         try:
-            received = take_from_disk(message.body, message.layout, _Nowhere())
+            received = take_from_disk(message.body, message.layout, _Discard())
             self._load(message.body.path, message.version)
         except ChannelError as error:
             return plain(WeightReply(message.exchange, str(error)))
@@ -137,8 +137,8 @@ class SglangEngine(HttpEngine):
         self.control("POST", "/resume_memory_occupation", {})
 
 
-class _Nowhere:
-    """Weights that are only read."""
+class _Discard:
+    """Discards weights: they are only read."""
 
     def check(self, layout: Layout) -> None: ...
 

@@ -1,9 +1,9 @@
 """vLLM as a rollout engine (written against 0.32): token ids in, token ids and log-probs out.
 
 The server must run with VLLM_SERVER_DEV_MODE=1, `--logprobs-mode processed_logprobs` and our worker extension, which
-`VllmServer` sees to; one that was started by somebody else is asked. Of the two log-probs of a Sample that mode gives
-the one under the distribution that was sampled. The model's own is the same where nothing is applied to it and where
-the likeliest token is taken; elsewhere it costs one more pass over each sample (`raw`), and is NaN without it.
+`VllmServer` sets; an external server is checked. Of the two log-probs of a Sample this mode returns the one under the
+distribution that was sampled. The model's own is the same where no processor changes it and where the most likely
+token is chosen; elsewhere it costs one more pass over each sample (`raw`), and is NaN without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plaudit.place.engines.vllm_extension import decode, encode
 from plaudit.place.engines.vllm_server import MODEL, REQUIRED
 
 UNKNOWN = float("nan")
-LOAD = 3600.0  # seconds after which a worker that loads weights is given up; a channel has its own deadline
+LOAD = 3600.0  # timeout of a worker that loads weights; a channel has its own deadline
 
 
 class VllmEngine(HttpEngine):
@@ -35,7 +35,7 @@ class VllmEngine(HttpEngine):
         self.wire = HttpWire(self.name, self._receive)
 
     def _fits(self) -> str:
-        """The name that it serves its model under, if it was started as we need it."""
+        """The name of the served model, if the server was started as required."""
         how = f"start it with VLLM_SERVER_DEV_MODE=1 and {' '.join(REQUIRED)}"
         try:
             info = self.control("GET", "/server_info", config_format="json")
@@ -61,7 +61,7 @@ class VllmEngine(HttpEngine):
             "stop_token_ids": sorted(stops), "ignore_eos": params.ignore_eos, "min_tokens": params.min_tokens,
             "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
-        # Without max_tokens vLLM stops after 16: a number that no model reaches means "as far as it goes".
+        # Without max_tokens vLLM stops after 16: a number that no model reaches means no limit.
         body["max_tokens"] = 2**31 - 1 if params.max_tokens is None else params.max_tokens
         if params.seed is not None:
             body["seed"] = params.seed
@@ -80,13 +80,13 @@ class VllmEngine(HttpEngine):
     ) -> tuple[Sequence[float], Sequence[float]]:
         logprobs = drawn.logprobs
         if params.temperature == 0:
-            return [0.0] * len(logprobs), logprobs  # what was sampled gives the likeliest token probability 1
+            return [0.0] * len(logprobs), logprobs  # greedy: the most likely token has probability 1
         if _plain(params):
             return logprobs, logprobs
         return logprobs, self._raw(prompt, drawn.token_ids) if self.raw else [UNKNOWN] * len(logprobs)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Of each token after the first, at temperature 1. Nothing of it comes from the prefix cache."""
+        """Of each token after the first, at temperature 1. The prefix cache is not used."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
         reply = self.control("POST", "/v1/completions", body)
         entries = reply["choices"][0]["prompt_logprobs"][1:]
@@ -116,13 +116,13 @@ class VllmEngine(HttpEngine):
         return State(versions.pop() if len(versions) == 1 else None, lives)
 
     def call(self, method: str, *arguments: str, seconds: float = 120.0) -> list[Any]:
-        """A method of our extension, in every worker."""
+        """Call a method of our extension in every worker."""
         body = {"method": method, "args": list(arguments), "timeout": seconds}
         results: list[Any] = self.control("POST", "/collective_rpc", body, seconds=seconds)["results"]
         return results
 
     def _receive(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of a weight channel, to every worker. All get all weights, and take their part of them."""
+        """Send a weight channel's message to every worker. All receive all weights, and keep their shard of them."""
         body = message["body"]
         if body["type"] == "prepare" and body["join"] is not None and self.workers > 1:
             error = (
@@ -143,12 +143,12 @@ class VllmEngine(HttpEngine):
         self.control("POST", "/resume")
 
     def forget(self) -> None:
-        """Requests under way are read again."""
+        """Requests in flight are prefilled again."""
         if not self.control("POST", "/reset_prefix_cache", reset_running_requests=True)["success"]:
             raise EngineError(f"{self.name} could not reset its prefix cache: it may use KV of older weights")
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV and, of a GPU, the weights too: level 1 keeps them in host memory, 2 throws them away, so that
+        """Free the KV cache and, on a GPU, the weights too: level 1 keeps them in host memory, 2 discards them, so that
         they must be published again."""
         self.control("POST", "/sleep", level=level)
         if level == 2:
@@ -159,5 +159,5 @@ class VllmEngine(HttpEngine):
 
 
 def _plain(params: SamplingParams) -> bool:
-    """Whether the model's own distribution is sampled."""
+    """Whether sampling uses the model's own distribution."""
     return params.temperature == 1 and not params.reshapes

@@ -1,11 +1,11 @@
-"""vLLM worker extension: loads new weights, and keeps their version.
+"""vLLM worker extension: loads new weights, and stores their version.
 
-vLLM loads it by `--worker-extension-cls` and mixes it into its worker class, so that `self` is a worker; nothing here
-may need more than vLLM's environment has. Two traps of vLLM (0.32, on the CPU) are dealt with:
+vLLM loads it by `--worker-extension-cls` and mixes it into its worker class, so that `self` is a worker; it may import
+only what vLLM's environment has. It works around two problems of vLLM (0.32, on the CPU):
 
 1. Linear layers are packed for the CPU's kernels and their weights emptied. `model.load_weights` fails on them half
    way; `reload_weights` unpacks, loads and packs again.
-2. With tied embeddings it leaves the head's packed copy as it was: the new weights are there, and the old ones are
+2. With tied embeddings it leaves the head's packed copy unchanged: the new weights are loaded, and the old ones are
    used. So whatever is packed beside its weight is packed again.
 """
 
@@ -26,19 +26,20 @@ from plaudit.place.channels.weights import Layout
 
 
 class WorkerExtension:
-    """Methods that vLLM's `/collective_rpc` reaches. They share the worker's names, so theirs begin with plaudit."""
+    """Methods that vLLM's `/collective_rpc` calls. They share the worker's namespace, so their names begin with
+    plaudit."""
 
     plaudit_life = ""
     plaudit_receiver: WeightReceiver | None = None
 
     def plaudit_state(self) -> dict[str, Any]:
-        """`life` is this process's own: another one after a restart."""
+        """`life` identifies this process: it differs after a restart."""
         self.plaudit_life = self.plaudit_life or secrets.token_hex(8)
         receiver = self.plaudit_receiver
         return {"life": self.plaudit_life, "version": None if receiver is None else receiver.version}
 
     def plaudit_receive(self, text: str) -> str:
-        """A message of a weight channel; the answer to it."""
+        """Handle a message of a weight channel; returns the answer."""
         message = decode(text)
         if self.plaudit_receiver is None:
             self.plaudit_receiver = WeightReceiver(VllmTarget(self))
@@ -46,23 +47,23 @@ class WorkerExtension:
 
 
 class VllmTarget:
-    """A worker's model as what weights are for. It takes names as model directories have them."""
+    """A worker's model as the target of weights. It takes names as in model directories."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.layout: Layout | None = None
 
     def check(self, layout: Layout) -> None:
-        """vLLM's own names are other ones: what it lacks shows only in loading. Later layouts must be as the first."""
+        """vLLM's own names differ: missing tensors only show during loading. Later layouts must equal the first."""
         if self.layout is not None and layout.digest != self.layout.digest:
             raise WeightsRefused(
-                f"these weights have {len(layout.entries)} tensors of another layout than the "
-                f"{len(self.layout.entries)} before: an engine keeps the model it was started with"
+                f"these weights have {len(layout.entries)} tensors and another layout than the "
+                f"{len(self.layout.entries)} before: restart the engine to change its model"
             )
         self.layout = layout
 
     def home(self, name: str) -> Tensor | None:
-        return None  # its own memory is packed
+        return None  # the parameter's memory is packed
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         model = self.worker.model_runner.get_model()
@@ -81,14 +82,14 @@ class VllmTarget:
             raise WeightsRefused(f"vLLM cannot load these weights: {type(error).__name__} {error}") from error
         finally:
             del model.load_weights
-        # Of a part of the weights vLLM says nothing but a line in its log.
+        # vLLM reports partially loaded weights only by a line in its log.
         if missing := sorted(wanted - loaded):
             raise WeightsRefused(f"{len(missing)} of {len(wanted)} weights were not sent, {missing[0]} among them")
         _pack_again(model)
 
 
 def _kept(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """vLLM holds tensors until all of a layer are there, and a channel may write over them before that."""
+    """vLLM stores tensors until all of a layer are there, and a channel may overwrite them before that."""
     for name, tensor in tensors:
         yield name, tensor.clone()
 
@@ -103,7 +104,7 @@ def _pack_again(model: Any) -> None:
 
 
 def encode(message: dict[str, Any]) -> str:
-    """`/collective_rpc` carries JSON, and messages may hold bytes."""
+    """`/collective_rpc` transfers JSON, and messages may contain bytes."""
     return base64.b64encode(msgspec.msgpack.encode(message)).decode()
 
 

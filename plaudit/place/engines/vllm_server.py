@@ -10,14 +10,14 @@ from typing import Any
 import plaudit
 from plaudit.place.engines.engine_server import EngineServer, free_port
 
-MODEL = "policy"  # the name it serves the model under
+MODEL = "policy"  # the name under which it serves the model
 EXTENSION = "plaudit.place.engines.vllm_extension.WorkerExtension"
-# What a server must have been started with, whoever starts it.
+# Options that every server must have been started with.
 REQUIRED = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
 
 
 class VllmServer(EngineServer):
-    """Started, and not waited for: several start side by side.
+    """Started without waiting: several servers start in parallel.
 
     python       the interpreter of an environment that has vLLM
     model        a model directory
@@ -29,7 +29,8 @@ class VllmServer(EngineServer):
         self, python: str, model: Path, log: Path, *, dtype: str, options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None, cores: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        # Its workers import our extension. They must find this package and nothing else of our environment.
+        # Its workers import our extension. They must be able to import this package and nothing else of our
+        # environment.
         self._path: Any = tempfile.TemporaryDirectory(prefix="plaudit-vllm-")
         (Path(self._path.name) / "plaudit").symlink_to(Path(plaudit.__file__).parent)
         port = free_port()
@@ -38,7 +39,7 @@ class VllmServer(EngineServer):
             "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port), *REQUIRED, *options,
         ]  # fmt: skip
         variables = {
-            "VLLM_SERVER_DEV_MODE": "1",  # pausing, caches and collective_rpc are served in this mode alone
+            "VLLM_SERVER_DEV_MODE": "1",  # pausing, caches and collective_rpc are available in this mode only
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": self._path.name,
             **(environment or {}),

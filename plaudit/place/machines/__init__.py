@@ -1,1 +1,1 @@
-"""Machines of a run that generate for the ranks on others: what they and the trainer say to each other. No torch."""
+"""Rollout machines of a run that trains on other machines, and their messages with the trainer. No torch."""

@@ -1,8 +1,8 @@
 """`plaudit rollouts RUN`: generate on this machine for a run that trains on others. Imports no torch itself.
 
-It finds the trainer by the run directory, which both see, starts engines as it is told, each a process that talks to
-the trainer itself, and ends them when it is told or when the trainer is gone. Then it waits for the trainer to come
-again: a run that is resumed finds it there.
+It finds the trainer through the run directory, which both see, starts engines on the trainer's request, each a process
+with its own connection to the trainer, and ends them on request or when the trainer disconnects. Then it waits for the
+trainer to return: a resumed run reuses it.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Leave:
 
 
 def generate_for(run: Path, wait: float, leave: Leave) -> bool:
-    """Until the run is done: then True. False if this machine was asked to leave, and the trainer has gone. `wait`:
-    seconds without a trainer."""
+    """Until the run is done: then True. False if this machine received SIGTERM and the trainer has disconnected.
+    `wait`: seconds without a trainer."""
     run, until = run.resolve(), time.monotonic() + wait
     while not leave.requested:
         if (sock := _connected(run / ENDPOINT)) is not None:
-            _say(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
+            _print(f"this machine generates for the run in {run}; its trainer is at {sock.getpeername()[0]}")
             with sock:
                 if Engines(sock).serve():
                     return True
-            _say(f"the trainer of {run} is gone: waits {wait:g} s for one that goes on with the run")
+            _print(f"the trainer of {run} has disconnected: waiting {wait:g} s for the run to resume")
             until = time.monotonic() + wait
         elif time.monotonic() > until:
             raise RunError(
@@ -78,7 +78,7 @@ def generate_for(run: Path, wait: float, leave: Leave) -> bool:
 
 
 class Engines:
-    """Of one trainer, from its welcome to its end."""
+    """Engines of one trainer, from its welcome to its disconnection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -86,7 +86,7 @@ class Engines:
         self.failed: dict[int, str] = {}
 
     def serve(self) -> bool:
-        """Whether the run is done, and not only its trainer gone."""
+        """Whether the run is done, and not just its trainer disconnected."""
         stream = CommandStream()
         try:
             self._send(Join(socket.gethostname(), __version__))
@@ -94,7 +94,7 @@ class Engines:
                 for command in stream.feed(data):
                     match command:
                         case Accepted():
-                            _go_to(command.directory)
+                            _change_directory(command.directory)
                         case Rejected():
                             raise ConfigError(f"{command.message}: install the same on both")
                         case Begin():
@@ -104,7 +104,7 @@ class Engines:
                         case Done():
                             return True
         except OSError:
-            pass  # the trainer is gone
+            pass  # the trainer has disconnected
         finally:
             for number in list(self.children):
                 self._end(number)
@@ -126,25 +126,25 @@ class Engines:
 
 
 def _connected(file: Path) -> socket.socket | None:
-    """A connection to the trainer, if there is one."""
-    with suppress(OSError, msgspec.DecodeError, ValueError):  # none yet, or what a killed one has left
+    """A connection to the trainer, if one is listening."""
+    with suppress(OSError, msgspec.DecodeError, ValueError):  # not written yet, or left behind by a killed trainer
         endpoint = msgspec.json.decode(file.read_bytes(), type=TrainerEndpoint)
         return dial((endpoint.host, endpoint.port), bytes.fromhex(endpoint.token), CONNECT_SECONDS)
     return None
 
 
-def _go_to(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:
         raise ConfigError(
-            f"the trainer runs in {directory}, by which its recipe's paths go, and here that is no directory "
-            f"({error.strerror}): start both in one that all machines have"
+            f"the trainer runs in {directory}, the base of its recipe's paths, which is not a directory here "
+            f"({error.strerror}): start both in a directory that all machines have"
         ) from error
 
 
 def gpus_of(command: Begin) -> dict[str, str]:
-    """As many of this machine's, or of those that it was given, as an engine takes, by its place."""
+    """As many of this machine's GPUs, or of those assigned to it, as an engine needs, by its place."""
     if not command.gpus:
         return {}
     first, last = command.place * command.gpus, (command.place + 1) * command.gpus
@@ -160,5 +160,5 @@ def gpus_of(command: Begin) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:last])}
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
     print(f"plaudit: {what}", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""What a trainer and a machine that generates for it say to each other, over TCP: length-prefixed MessagePack.
+"""Messages between a trainer and a machine that generates for it, over TCP: length-prefixed MessagePack.
 
     machine -> trainer   the endpoint's token, Join; later Ended
     trainer -> machine   Accepted, or Rejected; then Begin and End, as engines are needed; Done, when the run is over
 
-The trainer's endpoint is a file of the run directory, which both see and nobody else reads. An engine has a connection
-of its own to the trainer, which Begin says.
+The trainer's endpoint is a file of the run directory, which both see and no other user can read. An engine has its own
+connection to the trainer, whose address is in Begin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENDPOINT = "trainer.json"
 
 
 class TrainerEndpoint(msgspec.Struct):
-    """Where the trainer of a run is, for machines that generate for it. The token is hexadecimal."""
+    """Address of the trainer of a run, for machines that generate for it. The token is hexadecimal."""
 
     host: str
     port: int
@@ -40,9 +40,9 @@ class Rejected(msgspec.Struct, tag=True, array_like=True):
 
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
-    """Start an engine, which is reached at this address by this token.
+    """Start an engine, which connects to this address with this token.
 
-    place   of the machine's places for engines, each of which has `gpus` of its GPUs
+    place   index of the engine on the machine, each of which has `gpus` of its GPUs
     """
 
     number: int
@@ -53,13 +53,13 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
-    """Make sure that an engine is gone."""
+    """Make sure that an engine has exited."""
 
     number: int
 
 
 class Ended(msgspec.Struct, tag=True, array_like=True):
-    """How an engine ended, in words."""
+    """How an engine ended, as text."""
 
     number: int
     words: str

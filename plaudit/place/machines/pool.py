@@ -1,8 +1,8 @@
 """The trainer's side of rollout machines: a host that starts rollout workers on them.
 
-Machines connect to the trainer's endpoint (messages.py) when they are ready, and again after they were away. Each has
-places for as many engines; a machine too many waits for the places of one that is lost. An engine ends with its
-machine, as the trainer sees it: when the machine's connection is over, so are those of its engines.
+Machines connect to the trainer's endpoint (messages.py) when they are ready, and reconnect after a disconnection. Each
+has slots for the same number of engines; a surplus machine waits for the slots of a lost one. To the trainer an engine
+ends with its machine: when the machine's connection closes, so do those of its engines.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from plaudit.place.machines.messages import (
 from plaudit.place.workers.callback import CallbackListener
 from plaudit.process.framing import pack
 
-JOIN_SECONDS = 600.0  # for all machines to come, at the start
-REJOIN_SECONDS = 25.0  # for one to come in place of a lost one: with the time to notice, less than a minute
-CONNECT_SECONDS = 60.0  # for an engine's process to connect; the first on a machine imports
-END_SECONDS = 10.0  # for a machine to say how an engine has ended
-UNHEARD_MS = 20_000  # after which a machine that acknowledges nothing is gone
+JOIN_SECONDS = 600.0  # for all machines to connect at the start
+REJOIN_SECONDS = 25.0  # for a replacement of a lost machine: including its detection, less than a minute
+CONNECT_SECONDS = 60.0  # for an engine's process to connect; the first on a machine imports torch
+END_SECONDS = 10.0  # for a machine to report how an engine ended
+UNHEARD_MS = 20_000  # a machine that acknowledges nothing for this long is lost
 HELLO_SECONDS = 10.0
 
 
 class Machine:
-    """One that has joined.
+    """A connected machine.
 
-    address   of this machine, as it is reached from there
-    free      its places without an engine
+    address   of this machine, as reached from there
+    free      its slots without an engine
     """
 
     def __init__(self, sock: socket.socket, name: str, places: int, news: threading.Condition) -> None:
@@ -70,7 +70,7 @@ class Machine:
             self.sock.sendall(pack(command))
 
     def read(self, stream: ReportStream) -> None:
-        """Until it is gone; its engines are then gone too."""
+        """Read until it disconnects; its engines are then lost too."""
         with suppress(OSError):
             while data := self.sock.recv(1 << 16):
                 for report in stream.feed(data):
@@ -85,7 +85,7 @@ class Machine:
         with self._news:
             self.there = False
             for sock in self.engines.values():
-                with suppress(OSError):  # its own reader has closed it
+                with suppress(OSError):  # closed by its own reader
                     sock.shutdown(socket.SHUT_RDWR)
             self._news.notify_all()
         with suppress(OSError):
@@ -105,7 +105,7 @@ class MachineEngine:
         self._news = news
         with news:
             machine.engines[number] = sock
-        if not machine.there:  # it left meanwhile, and did not know of this one
+        if not machine.there:  # it disconnected meanwhile, and did not know of this engine
             machine.leave()
 
     def end(self) -> str:
@@ -119,14 +119,14 @@ class MachineEngine:
                 machine.free = sorted([*machine.free, self._place])
                 self._news.notify_all()
                 return words
-        if machine.there:  # nobody knows what still runs there
+        if machine.there:  # the state of its engines is unknown
             machine.leave()
-            return f"was on {machine.name}, which said nothing for {END_SECONDS:g} s"
+            return f"was on {machine.name}, which did not answer for {END_SECONDS:g} s"
         return f"was lost with its machine {machine.name}"
 
 
 class RolloutMachines:
-    """A `Host`: the engines of a run on resources.rollout.nodes machines of their own. Only the main rank has one."""
+    """A `Host`: the engines of a run on resources.rollout.nodes separate machines. Only the main rank has one."""
 
     def __init__(self, recipe: RlRecipe, directory: Path, join: float = JOIN_SECONDS) -> None:
         rollout = recipe.resources.rollout
@@ -143,11 +143,11 @@ class RolloutMachines:
         except OSError as error:
             raise PlauditError(
                 f"resources.rollout.address = {rollout.address!r} is not an address of this machine "
-                f"({error.strerror or error}): set one, or remove it"
+                f"({error.strerror or error}): set a local one, or remove it"
             ) from error
         endpoint = TrainerEndpoint(_own_name(rollout.address), self._listener.address[1], self._listener.token.hex())
         self._file = directory / ENDPOINT
-        _write_for_us(self._file, msgspec.json.encode(endpoint))
+        _write_private(self._file, msgspec.json.encode(endpoint))
         threading.Thread(target=self._accept, daemon=True, name="machines").start()
 
     def __enter__(self) -> Self:
@@ -156,7 +156,7 @@ class RolloutMachines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Machines of a run that has not come to its end wait for whoever resumes it."""
+        """Machines of an unfinished run wait for its resumption."""
         self._file.unlink(missing_ok=True)
         self._listener.close()
         for machine in list(self.machines):
@@ -170,15 +170,15 @@ class RolloutMachines:
         with self._news:
             if len(self._present()) < self.nodes:
                 print(
-                    f"plaudit: waits for {self.nodes} machine(s) that generate (resources.rollout.nodes): on each run "
-                    f"plaudit rollouts {self._directory}", file=sys.stderr,
+                    f"plaudit: waiting for {self.nodes} rollout machine(s) (resources.rollout.nodes): run plaudit "
+                    f"rollouts {self._directory} on each", file=sys.stderr,
                 )  # fmt: skip
             self._news.wait_for(lambda: len(self._present()) >= self.nodes, self._join_seconds)
             there = self._present()
         if len(there) < self.nodes:
             raise EngineLost(
-                f"{len(there)} of {self.nodes} machine(s) that generate (resources.rollout.nodes) came within "
-                f"{self._join_seconds:g} s: on each run plaudit rollouts {self._directory}"
+                f"{len(there)} of {self.nodes} rollout machine(s) (resources.rollout.nodes) connected within "
+                f"{self._join_seconds:g} s: run plaudit rollouts {self._directory} on each"
             )
         return there[0].address
 
@@ -186,7 +186,7 @@ class RolloutMachines:
         with self._news:
             if not self._news.wait_for(lambda: any(machine.free for machine in self._present()), REJOIN_SECONDS):
                 raise EngineLost(
-                    f"no machine has come within {REJOIN_SECONDS:g} s to generate in place of one that was lost: run "
+                    f"no machine connected within {REJOIN_SECONDS:g} s in place of a lost one: run "
                     f"plaudit rollouts {self._directory} there, and --resume continues from the last checkpoint"
                 )
             machine = next(machine for machine in self._present() if machine.free)
@@ -196,7 +196,7 @@ class RolloutMachines:
         try:
             sock = listener.admit(f"an engine on {machine.name}", CONNECT_SECONDS)
         except ReceiverLost as error:
-            machine.leave()  # nobody knows what still runs there
+            machine.leave()  # the state of its engines is unknown
             raise EngineLost(str(error)) from error
         return MachineEngine(machine, number, place, sock, self._news)
 
@@ -211,7 +211,7 @@ class RolloutMachines:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
         stream = ReportStream()
-        with suppress(OSError, msgspec.DecodeError, ValueError):  # whoever it was
+        with suppress(OSError, msgspec.DecodeError, ValueError):  # whichever process owned it
             hello = _first(sock, stream)
             if hello is None:
                 sock.close()
@@ -238,14 +238,14 @@ def _first(sock: socket.socket, stream: ReportStream) -> Join | None:
 
 
 def _own_name(address: str | None) -> str:
-    """By which the others reach this machine. torchrun's over several is one of that kind."""
+    """The name under which the others reach this machine. torchrun's over several machines is one."""
     master = os.environ.get("MASTER_ADDR", "")
     own = master in ("", "localhost") or master.startswith("127.")
     return address or (socket.gethostname() if own else master)
 
 
-def _write_for_us(path: Path, data: bytes) -> None:
-    """Whole, or not at all, and only for this user."""
+def _write_private(path: Path, data: bytes) -> None:
+    """Atomic, and readable only by this user."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,7 +1,7 @@
-"""Whether a recipe's models fit the device, by arithmetic, before anything is loaded.
+"""Checks by arithmetic whether a recipe's models fit the device, before anything is loaded.
 
-Counted is what must be there: weights, gradients, optimizers, a KV pool of a given size. Activations come on top, so a
-run that passes may still be too large; one that is refused is for certain.
+It counts the minimum: weights, gradients, optimizers, a KV pool of a given size. Activations come on top, so a run
+that passes may still be too large; one that is refused certainly does not fit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BytesByOwner = dict[str, int]
 
 
 def check_fit(recipe: RlRecipe, everyone: Group = ONE) -> None:
-    """Raise if the device that learns cannot hold what the recipe puts there, or a host what the ranks on it offload.
-    Says nothing of what it cannot know: devices of several ranks, and models that are not there, whose loading will
-    say so. All ranks take part."""
+    """Raise if the learner's device has too little memory for the recipe, or a host for what its ranks offload. Skips
+    what it cannot know: devices of several ranks, and missing models, whose loading reports the error. All ranks take
+    part."""
     device = choose_device(recipe.model.device)
     _check_host(recipe, device, everyone)
     free = available(device)
@@ -49,7 +49,7 @@ def check_fit(recipe: RlRecipe, everyone: Group = ONE) -> None:
 
 
 def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
-    """Bytes of everything that the run will hold on `device`."""
+    """Bytes that each owner of the run will use on `device`."""
     dtype = DTYPES[recipe.model.dtype]
     assert recipe.model.path is not None
     count = parameters(recipe.model.path)
@@ -68,14 +68,14 @@ def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
     rewards = sum(_reward(table, device) for table in recipe.scored_here())
     if rewards:
         sizes["reward weights"] = rewards
-    # On the host a pool takes memory only as far as it is written to.
+    # On the host a pool uses memory only as far as it is written to.
     if isinstance(recipe.engine.kv_bytes, int) and device.startswith("cuda") and not recipe.rollout_processes:
         sizes["KV"] = recipe.engine.kv_bytes
     return sizes
 
 
 def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
-    """The phase that needs most, and what it needs."""
+    """The phase that needs most, and its bytes by owner."""
     sizes = _learned_one_after_the_other(sizes)
     if recipe.placement.name != "swapped":
         return f'placement.name = "{recipe.placement.name}"', sizes
@@ -91,7 +91,7 @@ def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
     }
 
     def of(words: tuple[str, ...]) -> BytesByOwner:
-        # The policy's weights are there in every phase.
+        # The policy's weights are present in every phase.
         return {
             o: size for o, size in sizes.items() if o == "policy weights" or any(word in o.split() for word in words)
         }
@@ -101,7 +101,7 @@ def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
 
 
 def _learned_one_after_the_other(sizes: BytesByOwner) -> BytesByOwner:
-    """Gradients are dropped after an update: of two models the larger ones are there."""
+    """Gradients are freed after an update: of two models only the larger ones count."""
     gradients = sorted((owner for owner in sizes if owner.endswith("gradients")), key=sizes.__getitem__)
     return {owner: size for owner, size in sizes.items() if owner not in gradients[:-1]}
 
@@ -111,7 +111,7 @@ def parameters(path: str) -> int:
 
 
 def available(device: str) -> int | None:
-    """Bytes that can be had; None where nobody says."""
+    """Bytes that are available; None if unknown."""
     if device.startswith("cuda"):
         check_device(device)
         return torch.cuda.mem_get_info(torch.device(device))[0]
@@ -119,14 +119,14 @@ def available(device: str) -> int | None:
 
 
 def _check_host(recipe: RlRecipe, device: str, everyone: Group) -> None:
-    """What is offloaded must fit the hosts, where each rank has an even share of it."""
+    """Offloaded tensors must fit the hosts; each rank has an equal share of its host."""
     if not (recipe.train.offload_optimizer and device.startswith("cuda")) or recipe.model.lora:
         return
     try:
         here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"offload_optimizer": False})})
         sizes = {o: s for o, s in owners(here, device).items() if o.endswith(("masters", "optimizer"))}
     except PlauditError:
-        sizes = {}  # of this rank, and not of others, perhaps: all of them take part in what follows
+        sizes = {}  # known on this rank, but perhaps not on others: all of them take part in what follows
     needed = sum(sizes.values())
     if lack := shortage(needed // everyone.size, everyone):
         parts = " + ".join(f"{owner} {gib(size)}" for owner, size in sizes.items())
@@ -134,7 +134,7 @@ def _check_host(recipe: RlRecipe, device: str, everyone: Group) -> None:
 
 
 def _learning(model: str, count: int, dtype: torch.dtype, offloaded: bool = False) -> BytesByOwner:
-    """Gradients and Adam's two moments in float32, and a float32 copy of weights that are narrower."""
+    """Gradients and Adam's two moments in float32, and a float32 copy of narrower weights."""
     if offloaded:
         return {f"{model} gradients": 4 * count}
     masters = {} if dtype.itemsize >= 4 else {f"{model} masters": 4 * count}

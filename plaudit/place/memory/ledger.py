@@ -1,9 +1,9 @@
 """Memory by owner at the start and the end of every phase, compared with what the device reports.
 
-For each phase the ledger asks every owner what it holds, and the device's meter what is taken. What no owner accounts
-for is `unaccounted`, never left out. The peak of a phase, less what the owners and the unaccounted hold, is
-`activations`: what came and went within the phase. On the host the meter sees the whole process; what that has without
-any of the owners, when the ledger is made, is `program`.
+For each phase the ledger reads the bytes of every owner, and the device's meter the total in use. Bytes without an
+owner are `unaccounted`, never left out. The peak of a phase, minus the owners' and unaccounted bytes, is
+`activations`: allocated and freed within the phase. On the host the meter measures the whole process; its bytes
+without an owner when the ledger is created are `program`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROGRAM, ACTIVATIONS, UNACCOUNTED = "program", "activations", "unaccounted"
 
 @dataclass(slots=True)
 class Moment:
-    """Bytes by owner, and what the meter says; None without one."""
+    """Bytes by owner, and the meter's reading; None without a meter."""
 
     owners: dict[str, int]
     measured: int | None
@@ -32,14 +32,14 @@ class Moment:
 
     @property
     def unaccounted(self) -> int:
-        """Below 0 where owners hold memory that was given to them and never written to."""
+        """Below 0 where owners have memory that was allocated and never written to."""
         return 0 if self.measured is None else self.measured - self.accounted
 
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of a step. One that comes several times, as updates do, is told once: where it began first, where it
-    ended last, and how it was at its fullest."""
+    """One phase of a step. A phase that runs several times, as updates do, is reported once: its first start, its last
+    end, and its peak."""
 
     start: Moment
     end: Moment
@@ -57,8 +57,7 @@ class Phase:
 
 
 def stack(start: Moment, end: Moment, peak: int | None) -> dict[str, int]:
-    """Who held what when a phase was at its fullest: each owner the more of its two ends, and the rest as
-    activations."""
+    """Bytes by owner at the peak of a phase: for each owner the larger of its two ends, and the rest as activations."""
     owners = {name: max(start.owners.get(name, 0), size) for name, size in end.owners.items()}
     owners |= {name: size for name, size in start.owners.items() if name not in owners}
     rest = max(0, start.unaccounted)
@@ -71,7 +70,7 @@ def stack(start: Moment, end: Moment, peak: int | None) -> dict[str, int]:
 
 
 class Ledger:
-    """A watcher of the clock. `peak` is the most that was ever taken."""
+    """Attached to the clock. `peak` is the maximum ever in use."""
 
     def __init__(self, holdings: Holdings, meter: Meter | None) -> None:
         self.holdings = holdings
@@ -88,7 +87,7 @@ class Ledger:
     def begin(self, phase: str) -> None:
         self._start = self.moment()
         if self.meter is not None:
-            self.peak = max(self.peak, self.meter.peak() or 0)  # of what came before: loading, moving
+            self.peak = max(self.peak, self.meter.peak() or 0)  # exclude what came before: loading, moving
             self.meter.restart()
 
     def end(self, phase: str, seconds: float) -> None:
@@ -134,7 +133,7 @@ def new_ledger(trainee: Trainee, engine: object, scorer: object) -> Ledger:
 
 
 def _other(moment: Moment, fullest: dict[str, int]) -> dict[str, int]:
-    """Where a moment differs from the fullest one, so that a long run's log stays short."""
+    """The fields in which a moment differs from the peak, so that a long run's log stays short."""
     sizes = {**moment.owners, UNACCOUNTED: moment.unaccounted, ACTIVATIONS: 0}
     names = {**sizes, **fullest}
     return {name: sizes.get(name, 0) for name in names if sizes.get(name, 0) != fullest.get(name, 0)}

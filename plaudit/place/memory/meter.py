@@ -20,19 +20,19 @@ class Meter(Protocol):
     """Whether it sees the whole process, its code and libraries included, and not tensors alone."""
 
     def restart(self) -> None:
-        """Count the peak from here."""
+        """Restart the peak from the current value."""
 
     def now(self) -> int: ...
 
     def peak(self) -> int | None:
-        """The most since the last `restart`; None where nobody counts that."""
+        """The maximum since the last `restart`; None where it is not measured."""
 
     def reserved(self) -> int | None:
-        """The most that an allocator kept since the last `restart`, in use or not; None without one."""
+        """The maximum reserved by an allocator since the last `restart`, in use or not; None without one."""
 
 
 class CudaMeter:
-    """The caching allocator's own count."""
+    """The statistics of the caching allocator."""
 
     whole = False
 
@@ -55,7 +55,7 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Memory of this process that is resident, as Linux counts it."""
+    """Resident memory of this process, as Linux counts it."""
 
     device = "cpu"
     whole = True
@@ -66,7 +66,7 @@ class HostMeter:
         self._statm, self._status = (os.open(path, os.O_RDONLY) for path in (_STATM, _STATUS))
         try:
             self._clear: int | None = os.open(_CLEAR_REFS, os.O_WRONLY)
-        except OSError:  # some containers do not allow it: then there is no peak to tell
+        except OSError:  # some containers do not allow it: then there is no peak
             self._clear = None
 
     def __del__(self) -> None:

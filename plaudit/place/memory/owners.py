@@ -26,7 +26,7 @@ Count = Callable[[], int]
 
 
 class Holdings:
-    """Functions of no arguments by owner: bytes held now. What an owner holds comes and goes, the owner stays."""
+    """Functions without arguments by owner, which return its current bytes. The bytes change, the owners stay."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Count] = {}
@@ -39,7 +39,7 @@ class Holdings:
         self.add(owner, lambda: tensors)
 
     def add_optimizer(self, model: str, optimizer: Optimizer) -> None:
-        """Its float32 copies and moments, and the gradients that it steps by."""
+        """Its float32 copies and moments, and the gradients that it applies."""
         self.add(f"{model} gradients", optimizer.gradients)
         if copies := optimizer.copies():
             self.add(f"{model} masters", lambda: copies)
@@ -53,7 +53,7 @@ class Holdings:
 
 
 def size_of(tensor: Tensor) -> int:
-    """0 of one whose memory is elsewhere for now (residency.py)."""
+    """0 for a tensor whose memory is offloaded (residency.py)."""
     return tensor.nbytes if tensor.untyped_storage().nbytes() else 0
 
 
@@ -63,7 +63,7 @@ def weights_of(module: nn.Module) -> list[Tensor]:
 
 
 def _generating(trainee: Trainee, engine: object) -> nn.Module:
-    """What an engine of this process runs, or one elsewhere is sent."""
+    """The model that an engine of this process runs, or that is sent to one elsewhere."""
     if isinstance(engine, EnginePart):
         return engine.module
     return engine.decoder.module if isinstance(engine, Engine) else trainee.loaded.module
@@ -85,18 +85,18 @@ def reward_engines(scorer: object) -> list[Engine]:
 
 
 def search_engine(player: object) -> Engine | None:
-    """The process model of rollouts by search, where this process runs it."""
+    """The process reward model of rollouts by search, where this process runs it."""
     scorer = player.scorer if isinstance(player, SearchTurn) else None
     return scorer.engine if isinstance(scorer, LocalScorer) else None
 
 
 def reference_module(reference: object) -> nn.Module | None:
-    """Of a reference with weights of its own; one without an adapter reads the policy's."""
+    """The module of a reference with its own weights; without an adapter the reference uses the policy's."""
     return reference.module if isinstance(reference, Policy) else None
 
 
 def holdings_of(trainee: Trainee, engine: object, scorer: object) -> Holdings:
-    """Of the process that learns. An engine or a reward elsewhere holds nothing here."""
+    """Of the learner's process. An engine or a reward elsewhere uses no memory here."""
     holdings = Holdings()
     holdings.add_module("policy weights", _generating(trainee, engine))
     if trainee.shards is not None:

@@ -1,10 +1,10 @@
-"""Offloading by phase: what a phase does not need leaves the device and is restored bit for bit.
+"""Offloading by phase: tensors that a phase does not need leave the device and are restored bit for bit.
 
-A tensor that leaves keeps its identity, shape and device and loses its memory; optimizers, hooks, modules and whoever
-else has a view of that memory, as FSDP and the optimizer have of a shard, find it filled when it is back. On a GPU what
-leaves goes to pinned host memory, and what the next phase needs is copied back on a stream of its own while the present
-phase computes, if that does not raise the peak: the first step shows how high each phase goes. On the CPU there is no
-second memory: what leaves goes to a file, and the memory back to the system.
+An offloaded tensor keeps its identity, shape and device and loses its memory; optimizers, hooks, modules and other
+holders of a view of that memory, such as FSDP and the optimizer of a shard, see it filled again after the reload. On a
+GPU tensors are offloaded to pinned host memory, and those of the next phase are copied back on a separate stream while
+the current phase computes, if that does not raise the peak: the first step measures the peak of each phase. On the CPU
+there is no second memory: tensors are offloaded to a file, and their memory is returned to the system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plaudit.train.run.clock import Clock
 
 
 class Resident(Protocol):
-    """Something that phases need or do without. `size` are the bytes it has on the device when it is here."""
+    """Something that phases need or do without. `size` is its bytes on the device when it is loaded."""
 
     here: bool
 
@@ -38,14 +38,14 @@ class Resident(Protocol):
         """It can be used when this returns."""
 
     def come_ahead(self) -> bool:
-        """Begin to come, while others compute; `come` waits for the end of it. False: it cannot."""
+        """Start to load it while others compute; `come` waits for the end. False: not possible."""
 
     def close(self) -> None:
-        """Nothing moves any more; what is away then is lost."""
+        """Stop moving; what is offloaded then is lost."""
 
 
 class Parked:
-    """Tensors whose memory waits in a store. `frozen`: they never change, and are written there once."""
+    """Tensors whose memory is in a store. `frozen`: they never change, and are written there once."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], store: Store, *, frozen: bool = False) -> None:
         self.tensors = tensors
@@ -89,11 +89,11 @@ class Parked:
 
 
 def memories_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """As flat bytes, each memory once, however many of the tensors are in it."""
+    """As flat bytes, each memory once, however many of the tensors share it."""
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
         part = local(tensor.detach())
-        if not (part.untyped_storage().resizable() or isinstance(tensor, DTensor)):  # a file's, or seen by numpy
+        if not (part.untyped_storage().resizable() or isinstance(tensor, DTensor)):  # a file's, or shared with numpy
             tensor.data = part = part.clone()
         if part.untyped_storage().nbytes():
             flat = torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
@@ -102,7 +102,7 @@ def memories_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Sleeping:
-    """The KV of an engine: given back, and empty when it is taken again."""
+    """The KV cache of an engine: freed, and empty when it is allocated again."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -125,7 +125,7 @@ class Sleeping:
 
 
 class Dropped:
-    """Gradients: made again in every update."""
+    """Gradients: recomputed in every update."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -146,7 +146,7 @@ class Dropped:
 
 
 class Residency:
-    """A watcher of the clock. `needs`: which residents a phase works with. A phase that is not named moves nothing."""
+    """Attached to the clock. `needs`: the residents of each phase. A phase that is not listed moves nothing."""
 
     def __init__(
         self, residents: Mapping[str, Resident], needs: Mapping[str, Iterable[str]], clock: Clock, meter: Meter | None
@@ -162,7 +162,7 @@ class Residency:
         self._last = ""
 
     def add(self, residents: Mapping[str, Resident], phase: str) -> None:
-        """More that this phase alone works with."""
+        """Further residents that this phase alone needs."""
         self.residents |= residents
         self.needs[phase] = self.needs[phase].union(residents)
 
@@ -192,18 +192,18 @@ class Residency:
             self._peaks[phase] = max(self._peaks.get(phase, 0), peak - self._ahead)
 
     def arrange(self, needed: Iterable[str], kept: Iterable[str] = ()) -> None:
-        """What is needed is here, and what is neither needed nor kept is not."""
+        """Load what is needed, and offload what is neither needed nor kept."""
         needed, stays = set(needed), {*needed, *kept}
         gone = [name for name, resident in self.residents.items() if resident.here and name not in stays]
         for name in gone:
             self.residents[name].leave()
         if gone and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what comes has other sizes than what went
+            torch.cuda.empty_cache()  # loaded tensors have other sizes than offloaded ones
         for name in needed:
             self.residents[name].come()
 
     def _next(self, phase: str) -> set[str]:
-        """What the phase after this one needs besides, if there is room for it below the highest peak."""
+        """What the phase after this one needs in addition, if it fits below the highest peak."""
         following = self._following.get(phase)
         if following is None or phase not in self._peaks:
             return set()

@@ -14,11 +14,11 @@ from torch import Tensor
 from plaudit.errors import StorageError
 from plaudit.train.run.checksum import memory_of
 
-_ALIGNED = 512  # bytes: where a tensor begins in its store
+_ALIGNED = 512  # bytes: alignment of tensors in a store
 
 
 class Store(Protocol):
-    """Holds one set of memories at a time, which are given and taken as flat tensors of bytes."""
+    """Stores one set of memories at a time, passed as flat tensors of bytes."""
 
     beside: bool
     """Whether it can load while others compute."""
@@ -27,20 +27,20 @@ class Store(Protocol):
         """Copy them here. They may be freed at once."""
 
     def load(self, memories: Sequence[Tensor]) -> None:
-        """Write into them what was saved of each."""
+        """Write to them what was saved of each."""
 
     def load_ahead(self, memories: Sequence[Tensor]) -> None:
-        """The same while others compute: not to be used before `arrived`."""
+        """As `load`, while others compute: not to be used before `arrived`."""
 
     def arrived(self) -> None:
-        """Wait for what was loaded ahead."""
+        """Wait for the load started ahead."""
 
     def close(self) -> None:
-        """Give up what is here."""
+        """Discard the stored data."""
 
 
 def places_for(memories: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins in a store, and the size of it."""
+    """Offset of each in a store, and the store's size."""
     places, offset = [], 0
     for memory in memories:
         places.append(offset)
@@ -49,8 +49,8 @@ def places_for(memories: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 class HostStore:
-    """Pinned host memory, taken once and kept. Copies out are in the order of the computing, so that the memory they
-    leave can be used by what follows; copies in may run beside it."""
+    """Pinned host memory, allocated once and kept. Copies out run in the order of the computation, so that the freed
+    memory can be used by what follows; copies in may run concurrently."""
 
     beside = True
 
@@ -66,7 +66,7 @@ class HostStore:
             self._take(size)
         for memory, place in zip(memories, places, strict=True):
             self._host[place : place + memory.nbytes].copy_(memory, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()  # its seconds are the move's, not those of the next phase
+        torch.cuda.current_stream(self.device).synchronize()  # its time counts as the move's, not the next phase's
 
     def load(self, memories: Sequence[Tensor]) -> None:
         self._copy(memories)
@@ -75,7 +75,7 @@ class HostStore:
     def load_ahead(self, memories: Sequence[Tensor]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # That memory may be in use by work that is queued before; and its owner, once here, is used after.
+        # That memory may be in use by work queued before; and its owner, once loaded, is used after.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._copy(memories)
@@ -93,7 +93,7 @@ class HostStore:
 
     def _take(self, size: int) -> None:
         self.close()
-        # Registered and not allocated as pinned: torch rounds such allocations up to a power of two.
+        # Registered instead of allocated as pinned: torch rounds such allocations up to a power of two.
         self._host = torch.empty(size, dtype=torch.uint8)
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), size, 0)))  # type: ignore[no-untyped-call]
 
@@ -105,7 +105,7 @@ class HostStore:
 
 
 class FileStore:
-    """A file without a name: it is gone with the process, however that ends."""
+    """A file without a name: it disappears with the process, however that ends."""
 
     beside = False
 

@@ -2,7 +2,7 @@
 
     rank 0, rank 1, …, rollout 0, …, reward 0, …      in this order in one placement group
 
-A cluster that is smaller than that is refused with the arithmetic. Ray is imported where it is used: it is an extra.
+A cluster that is too small is refused with the arithmetic. Ray is imported where it is used: it is an extra.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from plaudit.errors import ConfigError, one_line
 
 REACH_SECONDS = 10.0
 PLACE_SECONDS = 60.0  # for bundles that the cluster has, but not free
-STORE_BYTES = 80 << 20  # of a local Ray's object store: samples and weights do not travel through it
+STORE_BYTES = 80 << 20  # of a local Ray's object store: samples and weights do not go through it
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a process without a GPU bundle sees none
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # Ray without its head ends, and the run is taken up again
-    "RAY_worker_niceness": "0",  # Ray would have its processes wait for everybody else's
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # a Ray process ends without its head, and the run is resumed
+    "RAY_worker_niceness": "0",  # otherwise Ray lowers the priority of its processes
 }
 
 
@@ -61,7 +61,8 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(where: str) -> Iterator[Any]:
-    """Ray, as its driver: a cluster that runs (`auto`, or its address), or one started on this machine alone."""
+    """Ray, with this process as driver: a running cluster (`auto`, or its address), or one started on this machine
+    only."""
     ray = import_ray()
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if where == "local":
@@ -76,7 +77,7 @@ def connected(where: str) -> Iterator[Any]:
             "one with `ray start --head`"
         ) from error
     yield ray
-    ray.shutdown()  # only after success: without its head Ray waits for it here
+    ray.shutdown()  # only after success: without its head Ray blocks here
 
 
 def pools(recipe: RlRecipe, gpus: bool) -> list[Pool]:
@@ -94,7 +95,7 @@ def pools(recipe: RlRecipe, gpus: bool) -> list[Pool]:
 
 
 def bundles_of(recipe: RlRecipe, name: str) -> range:
-    """Which bundles of the placement group are those of this pool."""
+    """Indices of this pool's bundles in the placement group."""
     first = 0
     for pool in pools(recipe, gpus=False):
         if pool.name == name:
@@ -134,7 +135,7 @@ def check(wanted: Sequence[Pool], have: dict[str, float]) -> None:
 
 
 def in_bundle(group: Any, index: int) -> dict[str, Any]:
-    """Options of an actor that takes this bundle whole."""
+    """Options of an actor that uses this whole bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle = group.bundle_specs[index]
@@ -147,7 +148,7 @@ def in_bundle(group: Any, index: int) -> dict[str, Any]:
 
 
 def own_group(ray: Any) -> Any:
-    """The placement group of the rank that this process is."""
+    """The placement group of this process's rank."""
     group = ray.util.get_current_placement_group() if ray.is_initialized() else None
     if group is None:
         raise ConfigError("resources.ray: this process is not a rank on Ray; start ranks with `plaudit train`")
@@ -155,7 +156,7 @@ def own_group(ray: Any) -> Any:
 
 
 def _reach(where: str) -> None:
-    """Where nobody listens Ray would try for half a minute and end the process."""
+    """If nothing listens, Ray would retry for half a minute and end the process."""
     host, colon, port = where.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), REACH_SECONDS).close()
@@ -168,7 +169,7 @@ def _sum(wanted: Sequence[Pool], kind: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What Ray's processes must have from this one: above all this very package."""
+    """Environment variables that Ray's processes need from this one: above all the path of this package."""
     package = str(Path(plaudit.__file__).parent.parent)
     path = os.pathsep.join(dict.fromkeys([package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     kept = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_INTERPRET")

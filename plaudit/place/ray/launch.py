@@ -1,6 +1,6 @@
-"""`plaudit train` on Ray: starts the driver, and resumes the run when a rank, the driver or Ray was lost.
+"""`plaudit train` on Ray: starts the driver, and resumes the run when a rank, the driver or Ray is lost.
 
-Needs neither Ray nor torch: what happens to Ray's processes does not happen to this one.
+Needs neither Ray nor torch: a failure of Ray's processes does not affect this one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from plaudit.config import RlRecipe
 from plaudit.process.guard import LOOK_SECONDS, STOPPED, Guard
 
-ENDS = (0, 2)  # exit codes of a driver after which there is nothing to try again
+ENDS = (0, 2)  # exit codes of a driver that are not retried
 COMMAND = ("-m", "plaudit.place.ray.ranks")
-MOST_LOSSES = 3  # in a row, without a new checkpoint
+MOST_LOSSES = 3  # consecutive attempts without a new checkpoint
 
 
 def launch_on_ray(recipe: RlRecipe, arguments: Sequence[str], directory: Path) -> int:
-    """Run `plaudit` with these arguments in Ray actors; the exit code of the whole. `directory` is the run's."""
+    """Run `plaudit` with these arguments in Ray actors; returns the overall exit code. `directory` is the run's."""
     stopped: list[int] = []
     losses, newest = 0, _newest(directory)
     command = list(arguments)
@@ -37,13 +37,13 @@ def launch_on_ray(recipe: RlRecipe, arguments: Sequence[str], directory: Path) -
                 "--resume continues from the last one", file=sys.stderr,
             )  # fmt: skip
             return 1
-        print(f"plaudit: the run on Ray was lost ({how}): it goes on from {newest or 'its beginning'}", file=sys.stderr)
+        print(f"plaudit: the run on Ray was lost ({how}): it resumes from {newest or 'the start'}", file=sys.stderr)
         command = [*(each for each in command if each not in ("--fresh", "--resume")), "--resume"]
 
 
 def _attempt(recipe: RlRecipe, arguments: Sequence[str], stopped: list[int]) -> int:
     tree = json.dumps(recipe.model_dump(mode="json", exclude_none=True))
-    # A session of its own: Ctrl-C comes to it once, from here. Its standard input closes when this process dies.
+    # A separate session: Ctrl-C reaches it once, from here. Its standard input closes when this process dies.
     driver = subprocess.Popen(
         [sys.executable, *COMMAND, tree, *arguments], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -70,5 +70,5 @@ def _attempt(recipe: RlRecipe, arguments: Sequence[str], stopped: list[int]) -> 
 
 
 def _newest(directory: Path) -> str | None:
-    """The last checkpoint's name."""
+    """The name of the last checkpoint."""
     return max((path.name for path in (directory / "checkpoints").glob("step-*")), default=None)

@@ -1,8 +1,8 @@
 """The driver of a run on Ray: `python -m plaudit.place.ray.ranks RECIPE plaudit's arguments`.
 
-It places the run's processes and has an actor per rank run `plaudit train` with the environment of a rank. Every rank
-connects back; what it writes comes that way, and a wish to stop goes there. Exit code: 0, or 2 after an error that
-another attempt would meet again, or 75 if a rank was lost. Started by ray_launch, which takes a lost run up again.
+It creates the run's processes, and one actor per rank runs `plaudit train` with the environment of a rank. Every rank
+connects back; its output is sent over this connection, and stop requests go to it. Exit code: 0, or 2 after an error
+that a retry would hit again, or 75 if a rank was lost. Started by launch.py, which resumes a lost run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from plaudit.process.guard import STOPPED, Guard, children
 
 START_SECONDS = 120.0
 CONNECT_SECONDS = 60.0
-END_SECONDS = 10.0  # for Ray to say how a process ended that has closed its connection
-PATIENCE = 3.0  # in which the cause of a loss shows, if it is another rank's end
-SHOWN = 4000  # bytes of another rank's last words
+END_SECONDS = 10.0  # for Ray to report how a process ended that closed its connection
+PATIENCE = 3.0  # in which the cause of a loss appears, if it is another rank's end
+SHOWN = 4000  # bytes of another rank's last output
 FAILED = 2
 LOST = RankLost.exit_code
 
 
 class RankActor:
     def address(self) -> tuple[str, int]:
-        """Where the ranks can meet, if this is the first of them."""
+        """Where the ranks connect, if this is the first of them."""
         from ray.util import get_node_ip_address
 
         with socket.socket() as probe:
@@ -53,7 +53,7 @@ class RankActor:
         os.environ.update(environment)
         sock = dial(address, token)
         over = threading.Event()
-        threading.Thread(target=_obey, args=(sock, over), daemon=True).start()
+        threading.Thread(target=_handle_stops, args=(sock, over), daemon=True).start()
         sys.stdout.flush()
         sys.stderr.flush()
         kept = os.dup(1), os.dup(2)
@@ -84,8 +84,8 @@ def _command(directory: str, arguments: list[str]) -> int:
     return 0
 
 
-def _obey(sock: socket.socket, over: threading.Event) -> None:
-    """Each byte is a wish to stop. Without the driver there is nobody to work for."""
+def _handle_stops(sock: socket.socket, over: threading.Event) -> None:
+    """Each byte is a stop request. Without the driver the rank exits."""
     with suppress(OSError):
         while sock.recv(1):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,14 +112,14 @@ def drive(recipe: RlRecipe, arguments: Sequence[str]) -> int:
     with connected(where) as ray:
         group = place(ray, recipe)
         ranks = _start(ray, group, recipe.resources.ranks, arguments)
-        _pass_on_stops(ranks)
+        _forward_stops(ranks)
         _wait(ray, ranks)
-        code = _verdict(ranks)
+        code = _exit_code(ranks)
         sys.stdout.flush()
         sys.stderr.flush()
         if code == LOST:
-            os._exit(code)  # Ray may be what was lost, and would be waited for; its processes end with this one
-        # However Ray ends, the run has.
+            os._exit(code)  # Ray may be what was lost, and would block; its processes end with this one
+        # However Ray ends, the run is over.
         watch = threading.Timer(30.0, os._exit, (code,))
         watch.daemon = True
         watch.start()
@@ -146,8 +146,8 @@ def _start(ray: Any, group: Any, count: int, arguments: Sequence[str]) -> list[R
         raise RankLost(f"Ray gave no process for a rank: {one_line(error, 200)}") from error
 
 
-def _pass_on_stops(ranks: Sequence[Rank]) -> None:
-    """SIGTERM here is a wish to stop for every rank."""
+def _forward_stops(ranks: Sequence[Rank]) -> None:
+    """Forwards SIGTERM as a stop request to every rank."""
 
     def tell(*_: object) -> None:
         for rank in ranks:
@@ -158,7 +158,7 @@ def _pass_on_stops(ranks: Sequence[Rank]) -> None:
 
 
 def _wait(ray: Any, ranks: Sequence[Rank]) -> None:
-    """Until all have ended, or one has failed and its cause had time to show."""
+    """Until all have ended, or one has failed and its cause had time to appear."""
     with selectors.DefaultSelector() as ready:
         for rank in ranks:
             ready.register(rank.sock, selectors.EVENT_READ, rank)
@@ -200,8 +200,8 @@ def _end(ray: Any, rank: Rank) -> None:
         rank.code, rank.died = LOST, True
 
 
-def _verdict(ranks: Sequence[Rank]) -> int:
-    """The exit code of the whole, and a word on who is the cause."""
+def _exit_code(ranks: Sequence[Rank]) -> int:
+    """The overall exit code; prints the cause of a failure."""
     failed = [rank for rank in ranks if rank.code]
     if not failed:
         return 0 if all(rank.ended for rank in ranks) else LOST
@@ -209,18 +209,18 @@ def _verdict(ranks: Sequence[Rank]) -> int:
     cause = causes[0]
     if cause.died or cause.code == LOST:
         ended = STOPPED if STOPPED in cause.words.decode(errors="replace") else "has died"
-        named = ended if cause.died else "lost another one"
+        named = ended if cause.died else "lost another rank"
         print(f"plaudit: rank {cause.number} on Ray {named}", file=sys.stderr)
         return LOST
     if cause.number != 0:
         lines = cause.words.decode(errors="replace").strip().splitlines()
-        last = lines[-1].removeprefix("plaudit: ") if lines else "it said nothing"
+        last = lines[-1].removeprefix("plaudit: ") if lines else "no output"
         print(f"plaudit: rank {cause.number} ended with code {cause.code}: {last}", file=sys.stderr)
     return FAILED
 
 
 def _end_with_launcher() -> None:
-    """Its end closes our standard input."""
+    """The launcher's end closes our standard input."""
     while os.read(0, 4096):
         pass
     os._exit(LOST)

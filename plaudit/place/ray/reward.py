@@ -1,7 +1,7 @@
 """Rewards in Ray actors, resources.reward.processes of them.
 
-A batch is cut into one piece per actor, in order. A piece whose actor died is given to its successor, whole: scores
-come with the piece or not at all, so that none is lost and none is there twice.
+A batch is split into one piece per actor, in order. A piece whose actor died is sent to its successor, whole: scores
+are returned for a whole piece or not at all, so that none is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewardActor:
 
     def load(self, table: RlRewardTable, directory: str) -> int:
         guard_this_process("a reward actor")
-        os.chdir(directory)  # the recipe's paths are the trainer's
+        os.chdir(directory)  # the recipe's paths are relative to the trainer's directory
         self.reward = local_reward(table)
         return os.getpid()
 
@@ -42,16 +42,16 @@ class RewardActor:
 
 
 class RayReward:
-    """The main rank's; on the others it has no actors and is asked nothing."""
+    """The main rank's; on the others it has no actors and is never called."""
 
     def __init__(self, recipe: RlRecipe, main: bool, warn: Warn) -> None:
-        """`warn` hears of every actor that was lost."""
+        """`warn` is called for every lost actor."""
         self.warn = warn
         self.table = recipe.reward
         self.ray = import_ray()
         self.group = own_group(self.ray)
         self.restarts = 0
-        self._asking = Lock()
+        self._calling = Lock()
         self._actors: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         bundles = bundles_of(recipe, "reward") if main else ()
@@ -62,7 +62,7 @@ class RayReward:
     def score(self, items: Sequence[Item]) -> list[Result]:
         if not items:
             return []
-        with self._asking:
+        with self._calling:
             groups = [place if item.group is None else item.group for place, item in enumerate(items)]
             pieces = [list(items[a:b]) for a, b in pairwise(cuts(groups, len(self._actors)))]
             pending = [
@@ -88,9 +88,7 @@ class RayReward:
                         f"a reward process was lost {MOST_DEATHS} times with the same {len(items)} responses: "
                         f"{one_line(error, 160)}"
                     ) from error
-                self.warn(
-                    f"the reward actor (pid {self.pids[bundle]}) has died or does not answer: another takes its place"
-                )
+                self.warn(f"the reward actor (pid {self.pids[bundle]}) has died or does not answer: it is replaced")
                 self.ray.kill(self._actors[bundle])
                 self.pids[bundle] = self._value(self._start(bundle), LOAD_SECONDS)
                 scores = self._actors[bundle].score.remote(items)

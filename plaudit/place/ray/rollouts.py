@@ -1,6 +1,6 @@
 """Rollout workers in Ray actors: the same worker loop, over TCP, in the bundles of the run's placement group.
 
-An actor that dies is replaced by another in its bundle; RemoteEngine holds it stale until it has received weights.
+A dead actor is replaced by another in its bundle; RemoteEngine marks it stale until it has received weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_gro
 from plaudit.place.workers.callback import CallbackListener, dial
 from plaudit.process.guard import guard_this_process
 
-START_SECONDS = 120.0  # for Ray to start a process in a bundle that is ours
+START_SECONDS = 120.0  # for Ray to start a process in a bundle of this run
 CONNECT_SECONDS = 60.0
-END_SECONDS = 1.0  # for a process that closed its socket to end by itself
+END_SECONDS = 1.0  # for a process that closed its socket to exit by itself
 
 
 class RolloutActor:
@@ -29,7 +29,7 @@ class RolloutActor:
 
     def run(self, address: tuple[str, int], token: bytes, directory: str) -> None:
         guard_this_process("a rollout actor")
-        os.chdir(directory)  # the recipe's paths are the trainer's
+        os.chdir(directory)  # the recipe's paths are relative to the trainer's directory
         sock = dial(address, token)
         from plaudit.place.workers.worker import main
 
@@ -74,7 +74,7 @@ class RayHosted:
             ray.get(self._running, timeout=END_SECONDS)
         except ray.exceptions.GetTimeoutError:
             words = "was ended"
-            if self._host.near:  # one that was stopped does not hear Ray
+            if self._host.near:  # a stopped process does not react to Ray
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self._pid, signal.SIGKILL)
         except ray.exceptions.RayActorError:

@@ -1,1 +1,1 @@
-"""Rollout workers: the process that generates, the trainer's end of it, several of them as one engine."""
+"""Rollout workers: the process that generates, the trainer's end of it, and several workers as one engine."""

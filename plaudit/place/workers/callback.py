@@ -1,7 +1,7 @@
-"""A connection back from a process that somebody else started, perhaps on another machine.
+"""A connection back from a process that another host or user started, perhaps on another machine.
 
-Whoever starts it gives it an address and a token, both good for one connection, or for those of several machines. A
-caller without the token is sent away; the comparison takes the same time for every wrong one.
+It is started with an address and a token, both valid for one connection, or for those of several machines. A caller
+without the token is disconnected; the comparison takes the same time for every wrong one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from plaudit.errors import ReceiverLost
 
 TOKEN_BYTES = 32
-CALLER_SECONDS = 5.0  # for a caller to show its token: others wait behind it
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed in 25 s
+CALLER_SECONDS = 5.0  # for a caller to send its token: other callers wait behind it
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed within 25 s
 
 
 class CallbackListener:
@@ -29,7 +29,7 @@ class CallbackListener:
         self.token = secrets.token_bytes(TOKEN_BYTES)
 
     def admit(self, name: str, seconds: float) -> socket.socket:
-        """The one that knows the token; then nobody else is let in."""
+        """The first connection with the right token; then the listener is closed."""
         until = time.monotonic() + seconds
         with self._listening:
             while (left := until - time.monotonic()) > 0:
@@ -43,7 +43,7 @@ class CallbackListener:
         raise ReceiverLost(name, f"did not connect to {self.address[0]}:{self.address[1]} within {seconds:g} s")
 
     def callers(self) -> Iterator[socket.socket]:
-        """Everybody who knows the token, until it is closed."""
+        """All connections with the right token, until the listener is closed."""
         while True:
             try:
                 sock = self._caller()
@@ -53,28 +53,28 @@ class CallbackListener:
                 yield sock
 
     def close(self) -> None:
-        with suppress(OSError):  # nobody waits at it
+        with suppress(OSError):  # nothing waits on it any more
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _caller(self) -> socket.socket | None:
-        """The next one, unless it does not know the token."""
+        """The next caller, or None if its token is wrong."""
         sock, _ = self._listening.accept()
-        if hmac.compare_digest(_shown(sock), self.token):
-            return _lasting(sock)
+        if hmac.compare_digest(_read_token(sock), self.token):
+            return _with_keepalive(sock)
         sock.close()
         return None
 
 
 def dial(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
     """The other end of a CallbackListener."""
-    sock = _lasting(socket.create_connection(address, seconds))
+    sock = _with_keepalive(socket.create_connection(address, seconds))
     sock.sendall(token)
     return sock
 
 
-def _shown(sock: socket.socket) -> bytes:
-    """What the caller shows first."""
+def _read_token(sock: socket.socket) -> bytes:
+    """The token that the caller sends first."""
     sock.settimeout(CALLER_SECONDS)
     shown = b""
     try:
@@ -85,7 +85,7 @@ def _shown(sock: socket.socket) -> bytes:
     return shown
 
 
-def _lasting(sock: socket.socket) -> socket.socket:
+def _with_keepalive(sock: socket.socket) -> socket.socket:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

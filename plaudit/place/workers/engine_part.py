@@ -1,10 +1,10 @@
-"""Engines of several ranks on the devices that train: the training ranks are the engines' too, in their row.
+"""Engines of several ranks on the training devices: the training ranks are also the engines' ranks, in order.
 
     ranks 0 .. T·P - 1    one engine of T × P ranks (resources.rollout), the next T·P ranks another, and so on
 
-Rank 0 of an engine schedules and samples; the others follow it while it plays, and then all of them go on training.
-A rank has its shards and its part of the engine, and never the whole policy: new weights are put together one tensor at
-a time, of which it copies its own slices.
+Rank 0 of an engine schedules and samples; the others follow it during rollouts, and then all of them continue
+training. A rank has its training shards and its shard of the engine, and never the whole policy: new weights are
+gathered one tensor at a time, of which it copies its own slices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Made = TypeVar("Made")
 
 
 class EnginePart:
-    """What a training rank has of an engine. All ranks make theirs together.
+    """A training rank's shard of an engine. All ranks construct theirs together.
 
     engine    on rank 0 of each
-    engines   which one it is of how many: they share prompts out, and exchange nothing
+    engines   index of this rank's engine and their number: they split the prompts, and exchange nothing
     """
 
     def __init__(self, recipe: RlRecipe, ranks: Ranks, shards: Shards) -> None:
@@ -58,7 +58,7 @@ class EnginePart:
         adapter = recipe.model.lora
         part = load_part(table, self, replaced=True, prepare=partial(lora.attach_blank, adapter))
         self.module, self.channel = part.loaded.module, part.channel
-        # Beside an adapter the weights stay what the files have.
+        # With an adapter the base weights stay those of the files.
         self._layout = (Weights.of if adapter is None else Weights.trained)(shards.skeleton).layout
         self._target = PartTarget(self.module, part.whole, part.cuts)
         self._target.check(self._layout)
@@ -72,7 +72,7 @@ class EnginePart:
             self._backend = backend_of(inspect(self.module))
 
     def meet(self, hashes: Mapping[str, str]) -> RankGroups:
-        """The ranks are together already, with the files of one policy."""
+        """The ranks are already connected, with the files of one policy."""
         place = self.place
         rows = np.arange(self._ranks).reshape(-1, place.stages, place.tensor_parallel)
         whole = rows.reshape(-1, place.size)
@@ -86,7 +86,7 @@ class EnginePart:
         )
 
     def together(self, act: Callable[[Engine], Made]) -> Made | None:
-        """What rank 0 does with the engine. The others compute with it for so long, and nothing comes of it there."""
+        """Run `act` on rank 0's engine. Meanwhile the other ranks compute with it, and return None."""
         if self.engine is None:
             with named_losses():
                 follow(self._backend, self.channel)
@@ -98,20 +98,20 @@ class EnginePart:
             self.engine.backend.dismiss()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Take the weights of the shards as they are now, by all ranks; what it cost."""
+        """Load the current weights of the training shards, on all ranks; returns the metrics."""
         begin, size = time.monotonic(), 0
         for entry in self._layout.entries:
             whole = self.shards.full(entry.name)
             self._target.load([(entry.name, whole)])
             size += whole.nbytes
-            del whole  # before the next one is put together
+            del whole  # before the next one is gathered
         if self.engine is not None:
             self.engine.new_version(version)
         return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
 
 
 class PartPlayer:
-    """Plays on rank 0 of an engine, whose player it has; the others of the engine compute with it."""
+    """Generates on rank 0 of an engine, which has its player; the other ranks compute with it."""
 
     def __init__(self, player: Player | None, part: EnginePart) -> None:
         self.player = player

@@ -1,8 +1,7 @@
-"""Rollout workers that generate as one engine, and the channel that brings them weights.
+"""Rollout workers that generate as one engine, and the channel that sends them weights.
 
-Prompts are cut into one piece per worker, in order: with one worker a call is the worker's whole call, equal to the bit
-to that of an engine in this process. A worker that is lost is started again, gets the weights, and is sent its piece
-again.
+Prompts are split into one piece per worker, in order: with one worker a call is the worker's whole call, bit-equal to
+that of an engine in this process. A lost worker is restarted, receives the weights, and is sent its piece again.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from plaudit.place.workers.frames import ControlAction
 from plaudit.place.workers.remote_engine import PendingCall, RemoteEngine
 from plaudit.records import Sample
 
-LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
+LOOK_SECONDS = 1.0  # interval at which a waiting thread checks, in case a notification was missed
 
 
 class Fleet:
-    """`warn` hears of every worker that was lost. The thread that makes it is the one that mends.
+    """`warn` is called for every lost worker. Lost workers are restarted by the thread that created the fleet.
 
-    part   a channel for what changes, where that is not all: once workers have the whole, it alone travels
+    part   a channel for changed weights, where those are not all: used once workers have the full weights
     """
 
     part: tuple[Channel, Callable[[], Weights]] | None = None
@@ -45,13 +44,13 @@ class Fleet:
         self._next = 0
 
     def publish(self, version: int) -> Publication:
-        """Every worker serves this version when it returns; those that were lost are there again."""
+        """Every worker has this version when it returns; lost ones have been restarted."""
         self.version = version
         while True:
             lost = [engine for engine in self.engines if engine.lost is not None]
             for engine in lost:
                 if engine.restarts >= 0:
-                    self.warn(f"{engine.name} {engine.lost}: it is started again")
+                    self.warn(f"{engine.name} {engine.lost}: it is restarted")
                 engine.begin()
             try:
                 for engine in lost:
@@ -70,7 +69,7 @@ class Fleet:
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
         pieces = self._submit(prompts, params)
         if threading.get_ident() == self._owner:
-            while not self._over(pieces):
+            while not self._wait_for_pieces(pieces):
                 self.mend()
         for _, call, _ in pieces:
             call.done.wait()
@@ -80,15 +79,14 @@ class Fleet:
         return samples
 
     def ask_all(self, what: ControlAction) -> None:
-        """Of every worker that is there; one that is lost meanwhile is mended when it is needed."""
+        """Call every live worker; one that is lost meanwhile is restarted when it is needed."""
         for engine in self.engines:
             if engine.lost is None:
                 with suppress(ReceiverLost):
                     engine.ask(what)
 
     def mend(self) -> None:
-        """Bring back what was lost; it needs the weights to be those of the last publication, so only the thread that
-        trains does it."""
+        """Restart lost workers; this needs the weights of the last publication, so only the training thread does it."""
         if threading.get_ident() == self._owner and any(engine.lost is not None for engine in self.engines):
             assert self.version is not None, "weights are published before anything is generated"
             self.publish(self.version)
@@ -108,7 +106,7 @@ class Fleet:
     ) -> list[tuple[RemoteEngine, PendingCall, int]]:  # fmt: skip
         count, size = len(prompts), len(self.engines)
         if count < size:
-            # Fewer prompts than workers: whole, to the one that has least to do.
+            # Fewer prompts than workers: all go to the one with the least work.
             engine = min(self.engines, key=lambda each: each.outstanding)
             return [(engine, engine.submit(prompts, params), 0)]
         cuts = [count * i // size for i in range(size + 1)]
@@ -117,8 +115,8 @@ class Fleet:
             for engine, first, last in zip(self.engines, cuts, cuts[1:], strict=False)
         ]
 
-    def _over(self, pieces: Sequence[tuple[RemoteEngine, PendingCall, int]]) -> bool:
-        """Waits until it is so, or an engine is lost, or a while has passed."""
+    def _wait_for_pieces(self, pieces: Sequence[tuple[RemoteEngine, PendingCall, int]]) -> bool:
+        """Waits until it is done, or an engine is lost, or an interval has passed."""
 
         def over() -> bool:
             return all(call.done.is_set() for _, call, _ in pieces)

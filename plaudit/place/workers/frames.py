@@ -1,11 +1,11 @@
-"""What a trainer and a rollout worker say to each other, over a socket: length-prefixed MessagePack, no pickle.
+"""Messages between a trainer and a rollout worker, over a socket: length-prefixed MessagePack, no pickle.
 
     trainer -> worker   Start, then GenerateCall, Cancel, Release, WeightCall, ControlCall
     worker -> trainer   Hello (loaded), Alive (every second), Samples, Refused, WeightCallReply, ControlReply;
                         or Failed, and the end
 
-WeightCall and WeightCallReply carry a weight channel's messages. A worker is stale until one of them has brought it
-weights, and takes no GenerateCall before that.
+WeightCall and WeightCallReply contain a weight channel's messages. A worker is stale until one of them has delivered
+weights, and accepts no GenerateCall before that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ControlAction = Literal["health", "sleep", "wake", "stats"]
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """Which model to load, and on what. The weights of its directory are only the shape of those that will come.
+    """The model to load, and its devices. The weights of its directory only define the shapes of those to come.
 
     devices  one for each rank of the engine
-    keep     what becomes of sequences in flight when new weights come: core.Engine.new_version
+    keep     what happens to sequences in flight when new weights arrive: core.Engine.new_version
     """
 
     recipe: dict[str, Any]
@@ -43,10 +43,10 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 
 class GenerateCall(msgspec.Struct, tag=True, array_like=True):
-    """One `generate`: `lengths` cuts `tokens` into prompts. Samples come as they finish.
+    """One `generate`: `lengths` splits `tokens` into prompts. Samples are sent as they finish.
 
     hand_over   samples come with a parcel of their prompt's KV, which is kept until Release
-    begun       of each prompt the samples that go on, with such parcels
+    begun       per prompt, the samples to continue, with such parcels
     """
 
     id: int
@@ -73,7 +73,7 @@ class Samples(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Of a GenerateCall that the engine does not take."""
+    """A GenerateCall that the engine rejects."""
 
     id: int
     message: str
@@ -89,7 +89,7 @@ class WeightCallReply(msgspec.Struct, tag=True, array_like=True):
 
 class ControlCall(msgspec.Struct, tag=True, array_like=True):
     """health   generate a token
-    sleep    free the KV; wake takes it again
+    sleep    free the KV cache; wake allocates it again
     stats    the engine's counters, and its version
     """
 

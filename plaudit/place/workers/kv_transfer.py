@@ -17,15 +17,15 @@ from plaudit.place.channels.messages import SegmentHandle, plain
 from plaudit.place.channels.segment import Segment, make_segment, open_segment
 
 ALIGNMENT = 64  # bytes
-KV = "kv"  # where a begun sample has its prompt's parcel, in `extra`
+KV = "kv"  # the parcel of a sample's prompt, in `extra`
 
 
-_HERE: dict[str, Parcel] = {}  # of this process: CUDA cannot open its own handles, and nothing needs to be mapped
+_HERE: dict[str, Parcel] = {}  # this process's: CUDA cannot open its own handles, and nothing needs mapping
 
 
 class Parcel:
-    """A prompt's KV, as whoever has computed it sends it. `message` is plain data, from which `opened` makes the
-    Handover again; the memory must stay until the other side has taken it in."""
+    """A prompt's KV, as sent by the process that computed it. `message` is plain data, from which `opened` restores the
+    Handover; the memory must stay until the receiver has imported it."""
 
     def __init__(self, handover: Handover) -> None:
         tensors = [*handover.keys, *handover.values, *handover.state]
@@ -53,7 +53,7 @@ class Parcel:
 
 
 class OpenedParcel:
-    """`handover` has views of the sender's memory: take it in before it is closed."""
+    """`handover` has views of the sender's memory: import it before this is closed."""
 
     def __init__(self, message: dict[str, Any]) -> None:
         own = _HERE.get(message["id"])
@@ -74,7 +74,7 @@ class OpenedParcel:
 
 
 def take(engine: Engine, message: dict[str, Any]) -> None:
-    """Take in a prompt's KV. If it is gone with its maker, or of other weights, the engine will read the prompt."""
+    """Import a prompt's KV. If its sender has exited, or it is of other weights, the engine prefills the prompt."""
     try:
         parcel = OpenedParcel(message)
     except ChannelError:

@@ -1,10 +1,10 @@
-"""Several engines as one: which of them a prompt goes to, and what becomes of it when its engine fails.
+"""Several engines as one: routes prompts to engines, and reroutes them when an engine fails.
 
-A prompt goes where it costs least: to the engine with the fewest tokens outstanding, where what the engine has already
-read of the prompt's beginning need not be read again. Engines come and go while others generate. One that fails loses
-nothing but its time: nothing of a failed call is used, and all its prompts go to the others, with their seeds.
+A prompt is routed by least cost: to the engine with the fewest outstanding tokens, not counting the prefix of the
+prompt that the engine has cached. Engines join and leave while others generate. A failed engine costs time only:
+nothing of a failed call is used, and all its prompts go to the others, with their seeds.
 
-    ready -> (fails) -> lost -> (answers again, or is started again) -> stale -> (weights) -> ready
+    ready -> (fails) -> lost -> (answers again, or is restarted) -> stale -> (weights) -> ready
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.errors import BadReply, ChannelError, EngineError, EngineLost
 from plaudit.records import Sample
 
-BLOCK = 16  # tokens: beginnings are remembered in steps of so many
-REMEMBERED = 1 << 16  # beginnings per engine
+BLOCK = 16  # tokens: block size of the remembered prefixes
+REMEMBERED = 1 << 16  # prefixes per engine
 FAILURES = (EngineError, ChannelError, BadReply)
 
 
 class PoolEngine(Protocol):
-    """version   of the weights it has; None while it must not be asked. `generate` may be called from any thread."""
+    """version   of its weights; None while it must not generate. `generate` may be called from any thread."""
 
     name: str
 
@@ -36,19 +36,19 @@ class PoolEngine(Protocol):
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], begun: list[list[Sample]] | None = None
     ) -> list[Sample]:
-        """`begun`: as in `Engine.generate`. An engine that cannot go on with samples is never given any."""
+        """`begun`: as in `Engine.generate`. An engine that cannot continue samples never receives any."""
 
     def healthy(self) -> bool:
-        """Whether it generates a token, here and now."""
+        """Whether it can generate a token now."""
 
     def close(self) -> None: ...
 
 
 @dataclass(eq=False)
 class Member:
-    """outstanding   tokens that it has still to read and write
-    leaving       gets nothing more, and is closed when what it has is done
-    lost          why it is not asked
+    """outstanding   tokens that it has still to prefill and decode
+    leaving       gets no new requests, and is closed when its current ones are done
+    lost          why it gets no requests
     """
 
     engine: PoolEngine
@@ -59,7 +59,7 @@ class Member:
     read: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def cached_tokens(self, beginnings: Sequence[int]) -> int:
-        """How many tokens of a prompt it has read before."""
+        """How many tokens of a prompt it has cached."""
         count = 0
         for beginning in beginnings:
             if beginning not in self.read:
@@ -75,51 +75,53 @@ class Member:
 
 
 class EnginePool:
-    """`mend` is asked when no engine is left, and returns whether there is one again; None: nobody can help."""
+    """`mend` is called when no engine is left, and returns whether one is available again; None: engines cannot be
+    restored."""
 
     def __init__(self, engines: Sequence[PoolEngine] = (), mend: Callable[[], bool] | None = None) -> None:
         self.members: list[Member] = []
         self.mend = mend
         self.version: int | None = None
         self._lock = threading.Lock()
-        self._length: float | None = None  # what a response has had on average
+        self._length: float | None = None  # average length of past responses
         for engine in engines:
             self.add(engine)
 
     def add(self, engine: PoolEngine) -> None:
-        """It is asked as soon as it has the weights that the others have."""
+        """It gets requests as soon as it has the same weights as the others."""
         with self._lock:
             if any(member.engine.name == engine.name for member in self.members):
-                raise EngineError(f"the pool has an engine {engine.name} already: give each a name of its own")
+                raise EngineError(f"the pool has an engine {engine.name} already: give each a unique name")
             self.members.append(Member(engine))
 
     def remove(self, name: str) -> None:
-        """What it is doing it finishes; then it is closed."""
+        """It finishes its current requests; then it is closed."""
         with self._lock:
-            member = self._named(name)
+            member = self._member(name)
             member.leaving = True
         self._close_if_done(member)
 
     def lose(self, name: str, why: str) -> None:
         with self._lock:
-            self._named(name).lost = why
+            self._member(name).lost = why
 
     def regain(self, name: str) -> None:
-        """It answers again. What it had read is gone, and it has no weights until it is sent some."""
+        """It answers again. Its cache is empty, and it has no weights until it is sent some."""
         with self._lock:
-            member = self._named(name)
+            member = self._member(name)
             member.lost, member.outstanding = None, 0.0
             member.read.clear()
 
     def new_version(self, version: int) -> None:
-        """From now on only engines that have this one are asked; what they had read counts no more."""
+        """From now on only engines with this version get requests; their cached prefixes are invalid."""
         with self._lock:
             self.version = version
             for member in self.members:
                 member.read.clear()
 
     def look(self) -> dict[str, str]:
-        """Ask every engine for a token; names and reasons of those that are lost. One that answers again is stale."""
+        """Check that every engine generates a token; names and reasons of lost ones. One that answers again is
+        stale."""
         lost: dict[str, str] = {}
         for member in list(self.members):
             if member.leaving:
@@ -135,7 +137,7 @@ class EnginePool:
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams],
         begun: Sequence[list[Sample]] | None = None,
     ) -> list[Sample]:  # fmt: skip
-        """As `Engine.generate`. Raises what the request deserves, or EngineLost when no engine is left."""
+        """As `Engine.generate`. Raises the request's error, or EngineLost when no engine is left."""
         done: dict[int, list[Sample]] = {}
         left = list(range(len(prompts)))
         while left:
@@ -155,7 +157,7 @@ class EnginePool:
         for member in self.members:
             member.engine.close()
 
-    # Inside
+    # Internal
 
     def _share(
         self, left: Sequence[int], prompts: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -164,7 +166,7 @@ class EnginePool:
             ready = [m for m in self.members if self._ready(m)]
             shares: dict[Member, list[int]] = {}
             for index in left if ready else ():
-                starts = _beginnings(prompts[index], params[index].salt)
+                starts = _prefix_hashes(prompts[index], params[index].salt)
                 member = min(ready, key=lambda m: m.outstanding - m.cached_tokens(starts))
                 member.outstanding += len(prompts[index]) - member.cached_tokens(starts) + self._expected(params[index])
                 member.remember(starts)
@@ -185,7 +187,7 @@ class EnginePool:
         self, member: Member, share: Sequence[int], prompts: Sequence[list[int]], params: Sequence[SamplingParams],
         begun: Sequence[list[Sample]] | None,
     ) -> dict[int, list[Sample]]:  # fmt: skip
-        """The samples of each prompt; nothing, if the engine failed."""
+        """The samples of each prompt; empty if the engine failed."""
         done: dict[int, list[Sample]] = {}
         try:
             request = [prompts[i] for i in share], [params[i] for i in share]
@@ -216,7 +218,7 @@ class EnginePool:
             self.members.remove(member)
         member.engine.close()
 
-    def _named(self, name: str) -> Member:
+    def _member(self, name: str) -> Member:
         for member in self.members:
             if member.engine.name == name:
                 return member
@@ -228,13 +230,13 @@ class EnginePool:
         reasons = []
         for member in self.members:
             has = member.engine.version
-            stale = f"has weights of version {has} and {self.version} is wanted"
+            stale = f"has weights of version {has}, expected {self.version}"
             reasons.append(f"{member.engine.name}: {member.lost or ('is leaving' if member.leaving else stale)}")
         return "; ".join(reasons)
 
 
-def _beginnings(prompt: Sequence[int], salt: str) -> list[int]:
-    """A number for every beginning of whole blocks."""
+def _prefix_hashes(prompt: Sequence[int], salt: str) -> list[int]:
+    """A hash for every prefix of whole blocks."""
     hashes, state = [], hash(salt)
     for end in range(BLOCK, len(prompt) + 1, BLOCK):
         state = hash((state, *prompt[end - BLOCK : end]))

@@ -1,8 +1,9 @@
-"""Prompts read by some engines and continued by others, each kind a pool that grows and shrinks by itself.
+"""Disaggregated prefill and decode: some engines prefill prompts, others decode, each kind a pool of variable size.
 
-A prefill engine reads a prompt, draws the first token of each sample, and leaves the prompt's KV where a decode engine
-can map it. The decode engine takes it in and goes on: its steps are never held up by a long prompt. The samples are
-those of one engine. If a decode engine fails, another takes the same KV; if the KV is gone, it reads the prompt again.
+A prefill engine prefills a prompt, samples the first token of each sample, and leaves the prompt's KV where a decode
+engine can map it. The decode engine imports it and continues: its steps are never delayed by a long prompt. The
+samples equal those of one engine. If a decode engine fails, another imports the same KV; if the KV is lost, it
+prefills the prompt again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from plaudit.place.workers.kv_transfer import KV, Parcel, take
 from plaudit.place.workers.pool import EnginePool
 from plaudit.records import Sample
 
-PIECE = 8  # prompts that go together: while one piece is decoded, the next is read
+PIECE = 8  # prompts per piece: while one piece is decoded, the next is prefilled
 
 
 class CoreRole:
@@ -43,7 +44,7 @@ class CoreRole:
 
 
 class PrefillEngine(CoreRole):
-    """Gives samples of one token. Those that can go on have their prompt's parcel, which lives until it is released."""
+    """Returns samples of one token. Unfinished ones have their prompt's parcel, which lives until it is released."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         super().__init__(name, engine)
@@ -99,7 +100,7 @@ class PrefillDecode:
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Sample]:
         if len(prompts) != len(params):
-            raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: give one each")
+            raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: pass one per prompt")
         seeded = [self._seeded(option) for option in params]
         starts = range(0, len(prompts), self.piece)
         threads = 2 * max(1, len(self.prefill.members) + len(self.decode.members))
@@ -119,19 +120,19 @@ class PrefillDecode:
         self.decode.close()
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """Two engines draw one sample: they need one seed."""
+        """Two engines generate one sample: they need the same seed."""
         self._number += 1
         return params if params.seed is not None else replace(params, seed=mix64(self._seed ^ self._number) >> 1)
 
     def _piece(self, first: int, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
         begun = self.prefill.generate(prompts, [opening(option) for option in params])
         try:
-            done = {(s.group, s.index): s for s in begun} | self._go_on(prompts, params, begun)
+            done = {(s.group, s.index): s for s in begun} | self._continue(prompts, params, begun)
         finally:
             self._release({s.extra[KV]["id"] for s in begun if KV in s.extra})
         return [replace(without_kv(done[key]), group=first + key[0]) for key in sorted(done)]
 
-    def _go_on(
+    def _continue(
         self, prompts: list[list[int]], params: list[SamplingParams], begun: Sequence[Sample]
     ) -> dict[tuple[int, int], Sample]:
         groups = unfinished(params, begun)
@@ -149,12 +150,12 @@ class PrefillDecode:
 
 
 def opening(params: SamplingParams) -> SamplingParams:
-    """What the first engine is asked for: the first token."""
+    """The parameters of the prefill engine's call: the first token only."""
     return replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))
 
 
 def unfinished(params: Sequence[SamplingParams], begun: Sequence[Sample]) -> dict[int, list[Sample]]:
-    """Samples that go on, by prompt."""
+    """Unfinished samples, by prompt."""
     groups: dict[int, list[Sample]] = {}
     for sample in begun:
         if sample.finish_reason == "length" and KV in sample.extra and params[sample.group].max_tokens != 1:

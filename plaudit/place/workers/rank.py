@@ -1,8 +1,8 @@
 """An engine of several ranks: rank 0 is the rollout worker, every other one `python -m plaudit.place.workers.rank FD`.
 
-A message of a weight channel comes to rank 0, which passes it on: each rank takes in its own part of the same tensors,
-checks all of it, and says so; what rank 0 answers is the answer of all. A rank that dies or is stopped ends its engine,
-and with it all of its ranks; whoever started it starts another.
+Messages of a weight channel arrive at rank 0, which forwards them: each rank receives its own slices of the same
+tensors, verifies all of them, and replies; rank 0's answer stands for all. A rank that dies or is stopped ends its
+engine with all its ranks; the process that started the engine starts another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ERROR_CHARACTERS = REPLY_BYTES // 4
 
 
 def check_engine_ranks(recipe: RlRecipe) -> None:
-    """Raise if the policy cannot be shared out over the ranks of an engine, before any of its weights are read."""
+    """Raise if the policy cannot be split over the ranks of an engine, before any of its weights are read."""
     table = recipe.resources.rollout
     if table.ranks > 1:
         assert recipe.model.path is not None
@@ -57,7 +57,7 @@ def check_engine_ranks(recipe: RlRecipe) -> None:
         if dealt and adapter is not None and beside_experts(adapter):
             raise ConfigError(
                 "model.lora.targets names layers of experts, which resources.rollout.tensor_parallel = "
-                f"{table.tensor_parallel} deals out whole: name those of attention, or set tensor_parallel = 1"
+                f"{table.tensor_parallel} splits by whole experts: target attention layers, or set tensor_parallel = 1"
             )
 
 
@@ -102,7 +102,7 @@ class RanksReceiver:
         errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None]
         checksums = [str(reply.checksum) for reply in replies]
         checksum = replies[0].checksum
-        if isinstance(message.body, ReshardTake):  # to each its own
+        if isinstance(message.body, ReshardTake):  # each rank gets its own
             checksum = joined(checksums)
         elif len(set(checksums)) > 1 and not errors:
             errors = [f"its ranks received different bytes (checksums {sorted(set(checksums))}): publish again"]
@@ -123,7 +123,7 @@ def _receiver(part: LoadedPart) -> WeightReceiver:
 
 
 def _taken(receiver: WeightReceiver, rank: int, data: bytes) -> bytes:
-    """The answer of one rank. In a group of a channel's it stands as many places behind rank 0 as in its engine."""
+    """The answer of one rank. Its index in a channel's group is rank 0's plus its rank in the engine."""
     message = typed(msgspec.msgpack.decode(data), WeightMessage)
     if isinstance(message.body, CollectivePrepare) and (join := message.body.join) is not None:
         join = msgspec.structs.replace(join, rank=join.rank + rank)
@@ -135,7 +135,7 @@ def _taken(receiver: WeightReceiver, rank: int, data: bytes) -> bytes:
 
 
 def _watch(group: RankGroup) -> None:
-    """A rank that was stopped would hold up the others until the deadline: it is ended before."""
+    """A stopped rank would block the others until the deadline: it is killed earlier."""
     guard = Guard()
     while True:
         guard.end_stopped([child.pid for child in group.children])

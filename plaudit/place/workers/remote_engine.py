@@ -1,9 +1,9 @@
-"""The trainer's end of one rollout worker: starts it, asks it, notices that it has died or was stopped.
+"""The trainer's end of one rollout worker: starts it, sends requests, and detects that it has died or was stopped.
 
     lost -> start() -> stale -> (weights) -> resume() -> serving -> (died, stopped, silent) -> lost
 
-A call that a worker took with it is kept and sent again, whole, once another worker has the weights: its samples depend
-on its seeds and on the call alone. Whatever came of it before is forgotten, so that no sample is there twice.
+Calls in flight at a lost worker are kept and sent again, whole, once its successor has the weights: the samples depend
+on the seeds and the call alone. Samples that the lost worker already sent are discarded, so that none is duplicated.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from plaudit.place.workers import frames
 from plaudit.process.spawn import end_child, spawn
 from plaudit.records import Sample
 
-SILENCE_SECONDS = 20.0  # without a sign of life: the process is stopped or the machine is choking; it is replaced
-HANG_SECONDS = 600.0  # alive, but not a step further with what it holds
+SILENCE_SECONDS = 20.0  # without a heartbeat: the process is stopped or the machine is overloaded; it is replaced
+HANG_SECONDS = 600.0  # heartbeats, but no progress on its requests
 LOAD_SECONDS = 600.0
 ANSWER_SECONDS = 120.0
-LOOK_SECONDS = 0.25  # between two looks at the clock, while nothing comes
-MOST_DEATHS = 3  # in a row, each without a single sample
+LOOK_SECONDS = 0.25  # poll interval while nothing arrives
+MOST_DEATHS = 3  # consecutive losses without a single sample
 
 
 class Hosted(Protocol):
-    """A worker process as its host gives it: the socket to it, and the power to end it."""
+    """A worker process as provided by its host: the socket to it, and a way to end it."""
 
     sock: socket.socket
 
     def end(self) -> str:
-        """Make sure that it is gone; how it ended, in words."""
+        """Make sure that it has exited; returns how it ended, for messages."""
 
 
 Host = Callable[[], Hosted]
@@ -58,7 +58,7 @@ class OwnProcess:
 
 @dataclass(eq=False)
 class PendingCall:
-    """One generation on its way. `samples` by (prompt, index)."""
+    """One generation in flight. `samples` by (prompt, index)."""
 
     id: int
     frame: frames.GenerateCall
@@ -78,9 +78,9 @@ class PendingCall:
 
 
 class RemoteEngine:
-    """A channel's Wire, and the engine behind it. `news` is notified of everything that a waiting thread may care for.
+    """A channel's Wire, and the engine behind it. `news` is notified of every event that a waiting thread may wait for.
 
-    Any thread may submit; starting, weights and resuming are one thread's."""
+    Any thread may submit; starting, weights and resuming belong to one thread."""
 
     def __init__(
         self, label: str, start: frames.Start, host: Host = OwnProcess, news: threading.Condition | None = None
@@ -102,12 +102,12 @@ class RemoteEngine:
         self._weight_replies: deque[dict[str, Any]] = deque()
         self._answers: dict[int, dict[str, Any]] = {}
         self._hello = False
-        self._failure_reason: str | None = None  # in its own words, or why it was dropped
+        self._failure_reason: str | None = None  # its own error message, or why it was dropped
         self._deaths = 0
         self._last_sign = self._last_step = time.monotonic()
         self._steps = 0
 
-    # Life
+    # Lifecycle
 
     def start(self) -> None:
         """A new process, which is stale."""
@@ -115,7 +115,7 @@ class RemoteEngine:
         self.loaded()
 
     def begin(self) -> None:
-        """Start it, and do not wait: several may load at the same time."""
+        """Start it without waiting: several may load at the same time."""
         self._end()
         self.restarts += 1
         if self._deaths >= MOST_DEATHS:
@@ -131,7 +131,8 @@ class RemoteEngine:
         self._send(self._start)
 
     def loaded(self) -> None:
-        """Wait until it has its model. Raises EngineLost if it says that it cannot, ReceiverLost if it dies."""
+        """Wait until it has loaded its model. Raises EngineLost if it reports that it cannot, ReceiverLost if it
+        dies."""
         with self.news:
             self.news.wait_for(lambda: self._hello or self.lost is not None, LOAD_SECONDS)
         if self.lost is not None:
@@ -143,7 +144,7 @@ class RemoteEngine:
             raise EngineLost(f"{self.label} did not load its model within {LOAD_SECONDS:g} s")
 
     def resume(self) -> None:
-        """It has the weights: what waits is sent, and what is submitted from now on."""
+        """It has the weights: waiting calls are sent, and new ones are accepted."""
         with self.news:
             if self.serving or self.lost is not None:
                 return
@@ -153,7 +154,7 @@ class RemoteEngine:
             self._send(call.frame)
 
     def drop(self, why: str) -> None:
-        """Give the process up: it did not do what it was asked."""
+        """Give up the process: it did not do what was requested."""
         self._failure_reason = why
         self._end()
 
@@ -180,7 +181,7 @@ class RemoteEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, hand_over: bool = False,
         begun: list[list[Sample]] | None = None,
     ) -> PendingCall:  # fmt: skip
-        """hand_over: samples come with their prompt's KV; release the call when it was taken. begun: as in
+        """hand_over: samples come with their prompt's KV; release the call when it was imported. begun: as in
         core.Engine.generate, with such KV."""
         with self.news:
             id = next(self._ids)
@@ -203,18 +204,18 @@ class RemoteEngine:
         self._send(frames.Cancel(call.id))
 
     def release(self, call: PendingCall) -> None:
-        """Of a call that handed over: its KV is no longer needed."""
+        """Of a call with hand_over: its KV is no longer needed."""
         self._send(frames.Release(call.id))
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
-        """As core.Engine.generate. Waits as long as the worker lives, or until somebody has brought it back."""
+        """As core.Engine.generate. Waits as long as the worker lives, or until it has been restarted."""
         call = self.submit(prompts, params)
         call.done.wait()
         return call.result()
 
     @property
     def outstanding(self) -> int:
-        """Samples that it still has to give."""
+        """Samples that it has still to return."""
         with self.news:
             return sum(call.wanted - len(call.samples) for call in self._calls.values())
 
@@ -247,7 +248,7 @@ class RemoteEngine:
         hosted = self._hosted
         if hosted is None:
             return
-        with suppress(OSError), self._sending:  # the reader sees the same end, and says it
+        with suppress(OSError), self._sending:  # the reader sees the same end, and reports it
             hosted.sock.sendall(frames.pack(frame))
 
     def _read(self, hosted: Hosted) -> None:
@@ -256,7 +257,7 @@ class RemoteEngine:
         poll.register(hosted.sock, select.POLLIN)
         why: str | None = None
         while True:
-            # The clock counts only while nothing lies there to be read: this process may have been the one that stood.
+            # The clock counts only while no data is waiting to be read: this process may have been the stopped one.
             if not poll.poll(LOOK_SECONDS * 1000):
                 silent = time.monotonic() - self._last_sign
                 if silent > SILENCE_SECONDS and self._hello:

@@ -1,7 +1,7 @@
-"""Rollout workers of two roles: the first read prompts and hand over their KV, the others go on from there.
+"""Rollout workers of two roles: the first prefill prompts and hand over their KV, the others decode.
 
-Prompts go in pieces, so that some are decoded while others are still read. A piece's KV stays with its reader until the
-piece is done. If the reader dies before that, whoever goes on reads the prompts itself.
+Prompts are sent in pieces, so that some are decoded while others are still prefilled. A piece's KV stays with its
+prefill worker until the piece is done. If that worker dies before, the decode worker prefills the prompts itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE = 8  # prompts
 
 @dataclass(eq=False)
 class Piece:
-    """Prompts on their way: first `read`, then, for those that are not finished, `written`."""
+    """Prompts in flight: first `read` (prefill), then, for unfinished ones, `written` (decode)."""
 
     first: int
     prompts: list[list[int]]
@@ -32,12 +32,12 @@ class Piece:
     reader: RemoteEngine
     read: PendingCall
     written: PendingCall | None = None
-    live: list[int] = field(default_factory=list)  # prompts that go on
+    live: list[int] = field(default_factory=list)  # unfinished prompts
     samples: list[Sample] | None = None
 
 
 class SplitFleet(Fleet):
-    """The first `readers` of the engines read."""
+    """The first `readers` of the engines prefill."""
 
     def __init__(
         self, readers: int, engines: Sequence[RemoteEngine], channel: Channel, weights: Callable[[], Weights],
@@ -79,7 +79,7 @@ class SplitFleet(Fleet):
             piece.samples = [replace(without_kv(done[k]), group=piece.first + k[0]) for k in sorted(done)]
 
     def _wait(self, pieces: Sequence[Piece]) -> None:
-        """Until one of them has come further, or an engine is lost, or a while has passed."""
+        """Until one of them has made progress, or an engine is lost, or an interval has passed."""
 
         def news() -> bool:
             return any((p.written or p.read).done.is_set() for p in pieces) or any(e.lost for e in self.engines)
@@ -90,6 +90,6 @@ class SplitFleet(Fleet):
             self.mend()
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """Two engines draw one sample: they need one seed."""
+        """Two engines generate one sample: they need the same seed."""
         self._number += 1
         return params if params.seed is not None else replace(params, seed=mix64(self._number) >> 1)

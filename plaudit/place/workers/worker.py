@@ -1,7 +1,7 @@
 """A rollout process: `python -m plaudit.place.workers.worker FD`, one core engine behind a socket.
 
-It takes in what has come, computes one step of the engine, sends the samples that are finished, and so on. New weights
-come between two steps, so that no step sees half of them. It ends when the trainer closes the socket or dies.
+Its loop reads new messages, runs one engine step and sends finished samples. New weights are applied between two
+steps, so that no step sees a mix. It ends when the trainer closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Worker(SocketWorker[frames.Frame]):
         self.engine = engine
         self.receiver = receiver
         self.keep = keep
-        self._calls: dict[int, int] = {}  # the engine's number of a prompt -> the id of the call it is in
-        self._open: dict[int, int] = {}  # the same -> samples that it still has to give
-        self._published: tuple[str, int] | None = None  # who published the weights that it has, and as what version
-        self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls that hand over, by prompt
+        self._calls: dict[int, int] = {}  # the engine's prompt number -> the id of its call
+        self._open: dict[int, int] = {}  # the same -> samples that are still to come
+        self._published: tuple[str, int] | None = None  # publisher and version of its current weights
+        self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls with hand_over, by prompt
 
     @property
     def busy(self) -> bool:
@@ -56,7 +56,7 @@ class Worker(SocketWorker[frames.Frame]):
                 self.engine.backend.end()
 
     def lose(self, why: str) -> NoReturn:
-        """Called by the heartbeat, while nothing is computed: a rank of the engine is gone."""
+        """Called by the heartbeat, while nothing is computed: a rank of the engine has died."""
         with suppress(OSError):
             self.send(frames.Failed(why))
         os._exit(RankLost.exit_code)
@@ -65,7 +65,7 @@ class Worker(SocketWorker[frames.Frame]):
         updates = self.engine.step()
         error = self.engine.failure
         if isinstance(error, RankLost):
-            raise error  # the engine's fault and no sample's: whoever takes its place draws them
+            raise error  # the engine's fault and not a sample's: the next engine generates them
         self._report(updates)
         if error is not None:
             raise PlauditError(f"its step failed: {type(error).__name__}: {one_line(error)}")
@@ -83,14 +83,14 @@ class Worker(SocketWorker[frames.Frame]):
             case frames.WeightCall():
                 self._tell(frame.message)
             case frames.ControlCall():
-                self.send(frames.ControlReply(frame.id, self._answer(frame.what)))
+                self.send(frames.ControlReply(frame.id, self._control(frame.what)))
             case _:
-                raise ValueError(f"a rollout worker takes no {type(frame).__name__}")
+                raise ValueError(f"a rollout worker does not accept {type(frame).__name__}")
 
     def _begin(self, call: frames.GenerateCall) -> None:
         try:
             if self.receiver.version is None:
-                raise RequestError("it has not received weights yet: publish to it before it generates")
+                raise RequestError("it has not received weights yet: publish weights before generating")
             for begun in call.begun or ():
                 kv_transfer.take(self.engine, begun[0].extra[KV])
             numbers = self.engine.submit_all(list(frames.cut(call.tokens, call.lengths)), call.params, call.begun)
@@ -116,7 +116,7 @@ class Worker(SocketWorker[frames.Frame]):
             self.send(frames.Samples(id, samples))
 
     def _with_kv(self, id: int, sample: Sample) -> Sample:
-        """With a parcel of its prompt's KV, if the call asked for it and the sample has room to go on."""
+        """With a parcel of its prompt's KV, if the call requests it and the sample can still grow."""
         parcels = self._parcels.get(id)
         if parcels is None or len(sample.prompt_ids) + 1 >= self.engine.decoder.max_positions:
             return sample
@@ -128,12 +128,12 @@ class Worker(SocketWorker[frames.Frame]):
         reply = answered(self.receiver, message)
         version, publisher = self.receiver.version, str(message["publisher"])
         if version is not None and (publisher, version) != self._published:
-            # What is sent again, because another worker was restarted, is what this one has: its KV stays good.
+            # Weights sent again, because another worker was restarted, are those of this one: its KV stays valid.
             self._published = publisher, version
             self.engine.new_version(version, self.keep)
         self.send(frames.WeightCallReply(reply))
 
-    def _answer(self, what: frames.ControlAction) -> dict[str, Any]:
+    def _control(self, what: frames.ControlAction) -> dict[str, Any]:
         match what:
             case "health":
                 (sample,) = self.engine.generate([[0]], SamplingParams(max_tokens=1, seed=0))
@@ -158,8 +158,8 @@ def _load(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.F
     device = start.devices[0]
     if device.startswith("cuda:"):
         if len(start.devices) > (there := torch.cuda.device_count()):
-            raise ConfigError(f"an engine of {len(start.devices)} rank(s) takes a GPU for each, and finds {there} here")
-        torch.cuda.set_device(device)  # kernels start on the current one
+            raise ConfigError(f"an engine of {len(start.devices)} rank(s) needs a GPU each, this machine has {there}")
+        torch.cuda.set_device(device)  # kernels start on the current device
     recipe = parse_recipe(start.recipe, "the trainer's recipe")
     assert isinstance(recipe, RlRecipe)
     if len(start.devices) > 1:
@@ -174,7 +174,7 @@ def _load(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.F
 
 
 def _load_engine(recipe: RlRecipe, device: str) -> tuple[Engine, Receiver]:
-    # Recomputation is for a backward pass, which never comes here.
+    # Recomputation is for a backward pass, which never runs here.
     model = recipe.model.model_copy(update={"recompute": False, "device": device})
     loaded = load_trained(model, recipe.seed, None)
     loaded.module.requires_grad_(False)

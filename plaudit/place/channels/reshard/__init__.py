@@ -1,1 +1,1 @@
-"""Weights from every training rank to every engine rank, each the part it needs: routes, and the two sides."""
+"""Weights from every training rank to every engine rank, each the shard it needs: routes, and the two sides."""

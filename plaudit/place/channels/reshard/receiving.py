@@ -1,4 +1,4 @@
-"""The engine's side of a reshard: buckets of every training rank at a time, straight into the engine's own memory."""
+"""The engine's side of a reshard: buckets of all training ranks at once, directly into the engine's own memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from plaudit.place.channels.target import ModuleTarget, PartTarget
 from plaudit.place.channels.weights import Layout
 from plaudit.train.run.checksum import Checksum, as_bytes
 
-AHEAD = 2  # buckets of a rank that are waited for: one is summed and written while the next comes in
+AHEAD = 2  # buckets of a rank that are posted ahead: one is checksummed and written while the next is received
 
 
 class ReshardSide:
-    """What this rank of an engine takes of every publication, planned with the first."""
+    """What this rank of an engine receives in every publication, planned at the first."""
 
     def __init__(self) -> None:
         self._planned: tuple[object, dict[tuple[int, int], list[TensorPart]]] | None = None
@@ -31,12 +31,12 @@ class ReshardSide:
     def take(
         self, body: ReshardTake, group: ChannelGroup, layout: Layout, target: ModuleTarget | PartTarget
     ) -> Received:
-        """What this rank needs, from whoever has it."""
+        """Receive what this rank needs from the ranks that have it."""
         planned = self._routes(body, group.rank, layout, target)
         streams = [_Stream(group, sender, pieces, target) for (sender, _), pieces in sorted(planned.items())]
         until = time.monotonic() + body.seconds
         # Streams are read in turn, as they are written: all ranks post the buckets of a round before they wait for any
-        # of it, so that nobody waits in a circle.
+        # of it, so that no cycle of waits arises.
         left = streams
         while left := [stream for stream in left if stream.ahead()]:
             for stream in left:
@@ -56,7 +56,7 @@ class ReshardSide:
             number, needs = rank - training.ranks, target.needs(layout)
             if body.parts[number] != fingerprint(needs):
                 raise WeightsRefused(
-                    "the trainer plans other parts for this rank of the engine than it has: start both from one recipe "
+                    "the trainer planned other shards for this engine rank than it has: start both from one recipe "
                     "and model directory"
                 )
             self._planned = of, routes(layout, training, {number: needs})
@@ -64,12 +64,12 @@ class ReshardSide:
 
 
 def joined(checksums: Sequence[str]) -> str:
-    """One checksum of several, in their order."""
+    """Combines several checksums, in order."""
     return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:32]
 
 
 class _Stream:
-    """What comes from one training rank."""
+    """Buckets from one training rank."""
 
     def __init__(
         self, group: ChannelGroup, sender: int, pieces: Sequence[TensorPart], target: ModuleTarget | PartTarget
@@ -83,7 +83,7 @@ class _Stream:
         self._waiting: deque[tuple[Pending, Bucket, Tensor | None]] = deque()
 
     def ahead(self) -> bool:
-        """Post what may come next; whether anything is still to come."""
+        """Post the next receives; returns whether more will follow."""
         while len(self._waiting) < AHEAD and (posted := next(self._coming, None)) is not None:
             self._waiting.append(posted)
         return bool(self._waiting)
@@ -107,7 +107,7 @@ class _Stream:
             yield self.group.receive(flat, self.sender), bucket, None if own else memory
 
     def _memory(self, bucket: Bucket) -> tuple[Tensor, bool]:
-        """Where all pieces of a bucket go, and whether that is the target's own memory."""
+        """The memory for all pieces of a bucket, and whether it is the target's own."""
         if len(bucket.pieces) == 1:
             (piece,) = bucket.pieces
             views = self.target.views(piece.entry.name, piece.box)

@@ -1,9 +1,9 @@
-"""Which part of which tensor goes from which training rank to which engine rank: a pure function of the two layouts.
+"""Which slice of which tensor goes from which training rank to which engine rank: a pure function of the two layouts.
 
-A part of a tensor is a box: a range of every dimension. On the training side a tensor is cut over the
-dimensions of a mesh, one after the other (`Split`); ranks that have the same box are replicas, of which one sends. On
-the engine's side a rank has one box of a tensor or none. A piece is where two boxes meet. Both sides compute the same
-pieces in the same order, so that nothing but their bytes travels.
+A slice of a tensor is a box: a range in every dimension. On the training side a tensor is split over the dimensions of
+a mesh, one after the other (`Split`); ranks that have the same box are replicas, of which one sends. On the engine's
+side a rank has one box of a tensor or none. A piece is the intersection of two boxes. Both sides compute the same
+pieces in the same order, so that only their bytes are transferred.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from plaudit.models.weights import Cut
 from plaudit.place.channels.weights import Entry, Layout
 from plaudit.train.run.checksum import BLOCK_BYTES
 
-PIECE_BYTES = 16 * BLOCK_BYTES  # a larger piece is sent in buckets: one can be summed while the next is on its way
-PACKED_BYTES = 1 << 20  # smaller pieces for one rank are packed together up to this
-ALIGNMENT = 16  # of pieces that are packed together, whatever their dtypes
+PIECE_BYTES = 16 * BLOCK_BYTES  # larger pieces are sent in buckets: one is checksummed while the next is in flight
+PACKED_BYTES = 1 << 20  # smaller pieces for one rank are packed together up to this size
+ALIGNMENT = 16  # alignment of pieces that are packed together, whatever their dtypes
 
 
 class Box(NamedTuple):
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in the memory of a box around it."""
+        """Its slices in the memory of an enclosing box."""
         places = zip(self.starts, self.ends, outer.starts, strict=True)
         return tuple(slice(start - first, end - first) for start, end, first in places)
 
@@ -50,7 +50,7 @@ def meeting(one: Box, other: Box) -> Box | None:
 
 
 def cut_box(box: Box, dim: int, index: int, count: int) -> Box:
-    """The part `index` of `count` along a dimension, as torch.chunk cuts: the last ones may be smaller, or empty."""
+    """Shard `index` of `count` along a dimension, as torch.chunk splits: the last ones may be smaller, or empty."""
     start, end = box.starts[dim], box.ends[dim]
     size = -(-(end - start) // count)
     return _ranged(box, dim, *(min(start + i * size, end) for i in (index, index + 1)))
@@ -66,8 +66,8 @@ def kept_box(whole: Box, cut: Cut) -> Box:
 
 
 class Split(NamedTuple):
-    """A cut over one dimension of a mesh along one dimension of the tensor: `parts` ranks have one each, and each of
-    these ranks is `stride` after the one before."""
+    """A split over one dimension of a mesh along one dimension of the tensor: `parts` ranks have one shard each, and
+    each of these ranks is `stride` after the previous one."""
 
     stride: int
     parts: int
@@ -77,9 +77,9 @@ class Split(NamedTuple):
 @dataclass(frozen=True)
 class TrainingSide:
     """ranks    how many
-    splits   of each tensor, in the order of cutting; a tensor that is not named is whole on each rank
-    stages   that have as many of the ranks each, one after the other
-    homes    which of several stages has each tensor; one that is not named is on all
+    splits   of each tensor, in order; a tensor that is not listed is whole on each rank
+    stages   number of pipeline stages with equally many consecutive ranks
+    homes    for several stages, the stage of each tensor; one that is not listed is on all
     """
 
     ranks: int
@@ -94,7 +94,7 @@ class TrainingSide:
         return box
 
     def holders(self, entry: Entry) -> dict[Box, list[int]]:
-        """Which ranks have each box."""
+        """The ranks that have each box."""
         ranks_by_box: dict[Box, list[int]] = {}
         each, home = self.ranks // self.stages, self.homes.get(entry.name)
         for rank in range(self.ranks) if home is None else range(home * each, (home + 1) * each):
@@ -114,8 +114,8 @@ class TensorPart(NamedTuple):
 def routes(
     layout: Layout, training: TrainingSide, needs: Mapping[int, Mapping[str, Box]]
 ) -> dict[tuple[int, int], list[TensorPart]]:
-    """By (training rank, engine rank), in the order of the entries. `needs`: of engine ranks by their number, by entry.
-    Replicas take turns from entry to entry and from engine rank to engine rank, so that all of them work."""
+    """By (training rank, engine rank), in the order of the entries. `needs`: per engine rank, by entry. Replicas take
+    turns from entry to entry and from engine rank to engine rank, so that all of them send."""
     parts: dict[tuple[int, int], list[TensorPart]] = {}
     for number, entry in enumerate(layout.entries):
         holders = training.holders(entry)
@@ -131,7 +131,7 @@ def routes(
 
 
 class Bucket(NamedTuple):
-    """Bytes that travel together: `start` .. `end` - 1 of whole pieces one after the other, or of a single one."""
+    """Bytes that are sent together: `start` .. `end` - 1 of consecutive whole pieces, or of a single one."""
 
     pieces: tuple[TensorPart, ...]
     start: int
@@ -148,11 +148,11 @@ class Bucket(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether its pieces are complete with it."""
+        """Whether it completes its pieces."""
         return self.end == self.packed_size
 
     def places(self) -> Iterator[tuple[TensorPart, int]]:
-        """Its pieces, and where each begins among its bytes if all are there."""
+        """Its pieces, and the offset of each among its bytes if complete."""
         place = 0
         for piece in self.pieces:
             yield piece, place
@@ -185,7 +185,7 @@ def buckets(pieces: Sequence[TensorPart]) -> Iterator[Bucket]:
 
 
 def needed(layout: Layout, names: Iterable[str], cuts: Mapping[str, Cut]) -> dict[str, Box]:
-    """What an engine rank that has these names of a module needs, by entry; `cuts` as of `keep_part`."""
+    """What an engine rank with these names of a module needs, by entry; `cuts` as of `keep_part`."""
     entries = {entry.name: entry for entry in layout.entries}
     boxes: dict[str, Box] = {}
     for name in names:
@@ -194,11 +194,11 @@ def needed(layout: Layout, names: Iterable[str], cuts: Mapping[str, Cut]) -> dic
             continue
         whole = whole_box(entry.shape)
         box = whole if (cut := cuts.get(name)) is None else kept_box(whole, cut)
-        boxes[entry.name] = box if boxes.get(entry.name, box) == box else whole  # tied names may be cut otherwise
+        boxes[entry.name] = box if boxes.get(entry.name, box) == box else whole  # tied names may be split differently
     return boxes
 
 
 def fingerprint(needs: Mapping[str, Box]) -> str:
-    """Of what an engine rank needs: it and the trainer must mean the same."""
+    """Of what an engine rank needs: it and the trainer must agree."""
     text = "\n".join(f"{name} {box.starts} {box.ends}" for name, box in sorted(needs.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

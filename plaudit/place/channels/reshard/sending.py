@@ -1,13 +1,13 @@
-"""The training ranks' side of a reshard: each sends every engine rank the part that it needs of what the rank has.
+"""The training ranks' side of a reshard: each sends every engine rank the slices that it needs of the sender's shards.
 
     main rank -> engines         prepare, join   as for the collective channel: a group of all training and engine ranks
               -> training ranks  join            the same
-              -> engines         take            how the tensors are cut over the training ranks; all answer at the end
-              -> training ranks  send            each says what it sent, by its checksums
+              -> engines         take            the splits of tensors over the training ranks; all answer at the end
+              -> training ranks  send            each reports the checksums of what it sent
 
 Routes are planned once, from the two layouts (routes.py). Nothing is gathered: no rank ever has more than it trains,
-and what it sends is read from its shards. All bytes are summed on both sides, for every pair of ranks, while the next
-ones are on their way. A receiver or a training rank that dies breaks the group; the next publication makes a new one.
+and it sends directly from its shards. All bytes are checksummed on both sides, for every pair of ranks, while the next
+ones are in flight. A receiver or a training rank that dies breaks the group; the next publication makes a new one.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class ReshardChannel:
     """weights   this rank's shards, under the names of the whole module
     parts     what each rank of an engine needs, by entry
-    orders    by which the main rank has the others take part; it alone publishes
-    stages    of a pipeline: which one has what, and how it is cut there
+    orders    by which the main rank makes the others take part; it alone publishes
+    stages    of a pipeline: which stage has which tensor, and its splits there
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ReshardChannel:
 
     def _publish(self, weights: Weights, exchange: Exchange, wires: Sequence[Wire]) -> Publication:
         layout, plan = weights.layout, self._plan(weights, len(wires))
-        group = self._met(exchange, wires, layout)
+        group = self._joined_group(exchange, wires, layout)
         parts = tuple(fingerprint(needs) for needs in plan.needs)
         splits: dict[str, Any] = dict(plan.training.splits)
         training = plan.training
@@ -122,14 +122,14 @@ class ReshardChannel:
             sent = mine[0] if len(mine) == 1 else joined(mine)
             if (answer.version, answer.checksum) != (exchange.version, sent):
                 raise WeightsRefused(
-                    f"{wire.name} has version {answer.version} with checksum {answer.checksum}, sent was version "
+                    f"{wire.name} has version {answer.version} with checksum {answer.checksum}, expected version "
                     f"{exchange.version} with {sent}: the weights were damaged on the way; publish again"
                 )
         extra = sum(outcome.extra_bytes for outcome in said) + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
-        """A group of all training ranks and these receivers: the one there is, or a new one."""
+    def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
+        """A group of all training ranks and these receivers: the existing one, or a new one."""
         group = self._group
         answers = exchange.ask(wires, layout, CollectivePrepare(None if group is None else group.id))
         if group is not None and list(wires) == self._members and all(answer.in_group for answer in answers):
@@ -143,7 +143,7 @@ class ReshardChannel:
             join = msgspec.structs.replace(invitation, rank=rank, seconds=exchange.left)
             exchange.tell([wire], layout, CollectivePrepare(join=join))
             rank += wire.ranks
-        if not exchange.lost:  # else nobody needs to wait for a group that cannot be
+        if not exchange.lost:  # otherwise the others would wait for a group that cannot form
             self._all_carry_out(JoinOrder(invitation, exchange.left), exchange, wires)
         exchange.answers(wires)
         assert self._group is not None, "losses are raised with the answers"
@@ -151,12 +151,13 @@ class ReshardChannel:
         return self._group
 
     def _all_carry_out(self, order: JoinOrder | SendOrder, exchange: Exchange, wires: Sequence[Wire]) -> list[Outcome]:
-        """On every training rank, this one too."""
+        """On every training rank, including this one."""
         self.orders.give(msgspec.msgpack.encode(order))
         said: list[Outcome] = self.ranks.gather_values(self._outcome(order), Outcome)
         for rank, outcome in enumerate(said):
             if outcome.error is not None:
-                # The wires know who it was: the dead are lost, and the living answer that the group broke for them too.
+                # The wires report the cause: dead receivers are lost, live ones answer that the group broke for them
+                # too.
                 self._drop_group()
                 with suppress(WeightsRefused):
                     exchange.answers(wires, GRACE_SECONDS)
@@ -164,7 +165,7 @@ class ReshardChannel:
         return said
 
     def _carry_out(self, data: bytes) -> None:
-        """What another rank than the main one does."""
+        """Executed on all ranks but the main one."""
         order = msgspec.msgpack.decode(data, type=JoinOrder | SendOrder)
         self.ranks.gather_values(self._outcome(order), Outcome)
 
@@ -177,7 +178,7 @@ class ReshardChannel:
                 return Outcome()
             return self._send(self.weights(), order)
         except ChannelError as error:
-            self._drop_group()  # so that nobody waits for this rank
+            self._drop_group()  # so that no other rank waits for this one
             return Outcome(str(error))
 
     def _send(self, weights: Weights, order: SendOrder) -> Outcome:
@@ -225,13 +226,13 @@ class RoutePlan:
         self.routes = routes(layout, training, dict(enumerate(needs)))
 
     def expected(self, sent: Sequence[Mapping[int, str]]) -> list[str]:
-        """The checksum of each engine rank, of those of the training ranks that send to it."""
+        """The checksum of each engine rank, combined from the training ranks that send to it."""
         receivers = range(len(self.needs))
         return [joined([checksums[r] for checksums in sent if r in checksums]) for r in receivers]
 
 
 class _Stream:
-    """What one engine rank gets from this rank."""
+    """Buckets from this rank to one engine rank."""
 
     def __init__(
         self, weights: Weights, training: TrainingSide, rank: int, pieces: Sequence[TensorPart], device: torch.device
@@ -252,7 +253,7 @@ class _Stream:
             yield memory[bucket.start : bucket.end]
 
     def _memory(self, bucket: Bucket) -> Tensor:
-        """All pieces of a bucket in one row. One that lies right is not copied."""
+        """All pieces of a bucket in one row. A contiguous, aligned one is not copied."""
         if len(bucket.pieces) == 1:
             view = self._view(bucket.pieces[0])
             flat = as_bytes(view.to(self.device))
@@ -272,7 +273,7 @@ class _Stream:
 
 
 def _in_turn(streams: Mapping[int, _Stream]) -> Iterator[tuple[int, Tensor]]:
-    """A bucket for each engine rank after the other."""
+    """One bucket for each engine rank in turn."""
     left = dict(streams)
     while left:
         for receiver in list(left):
@@ -284,7 +285,7 @@ def _in_turn(streams: Mapping[int, _Stream]) -> Iterator[tuple[int, Tensor]]:
 
 
 def _splits(weights: Weights, ranks: Group) -> dict[str, tuple[Split, ...]]:
-    """How tensors are cut over the ranks, checked against what this one has."""
+    """The splits of tensors over the ranks, checked against this rank's shards."""
     splits: dict[str, tuple[Split, ...]] = {}
     for entry in weights.layout.entries:
         tensor = weights.tensors[entry.name]
@@ -294,7 +295,7 @@ def _splits(weights: Weights, ranks: Group) -> dict[str, tuple[Split, ...]]:
             box = TrainingSide(ranks.size, splits).box(entry, ranks.index)
             if box.shape != local:
                 raise WeightsRefused(
-                    f"{entry.name!r} has the part {list(local)} of {list(entry.shape)} on training rank {ranks.index}, "
-                    f'and {tensor.placements} means {list(box.shape)}: take placement.channel = "collective"'
+                    f"{entry.name!r} is {list(local)} of {list(entry.shape)} on training rank {ranks.index}, but "
+                    f'{tensor.placements} implies {list(box.shape)}: set placement.channel = "collective"'
                 )
     return splits
