@@ -77,11 +77,15 @@ class Remembering:
 
     computed = 0
 
-    def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
-        new = [ask for ask in asks if len(self.steps.get((ask.prompt, ask.response_ids, ask.seed), ())) < ask.count]
-        for ask, steps in zip(new, self.policy.extend(new), strict=True):
-            self.steps[ask.prompt, ask.response_ids, ask.seed] = steps
-        return [self.steps[ask.prompt, ask.response_ids, ask.seed][: ask.count] for ask in asks]
+    def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
+        new = [
+            request
+            for request in requests
+            if len(self.steps.get((request.prompt, request.response_ids, request.seed), ())) < request.count
+        ]
+        for request, steps in zip(new, self.policy.extend(new), strict=True):
+            self.steps[request.prompt, request.response_ids, request.seed] = steps
+        return [self.steps[request.prompt, request.response_ids, request.seed][: request.count] for request in requests]
 
     def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
         new = list(dict.fromkeys(path for path in paths if path not in self.scores))

@@ -114,7 +114,7 @@ def watch(clock: Clock) -> None:
         (Branches, "_admit", "admit"), (Branches, "_window", "blocks"), (Branches, "_columns", "columns"),
         (Branches, "_decode", "draws"), (Branches, "_ended", "ended"), (Branches, "sample", "engine: policy"),
         (Branches, "read", "engine: PRM"), (CorePolicy, "extend", "steps"), (LocalScorer, "score", "PRM texts"),
-        (Runner, "_ask", "asks"), (Runner, "_add", "nodes"), (Runner, "_score", "scores"),
+        (Runner, "_step_request", "asks"), (Runner, "_add", "nodes"), (Runner, "_score", "scores"),
         (Runner, "_cluster", "clusters"), (Runner, "_release", "release"), (Driver, "expansions", "choose"),
         (Runner, "_outcome", "outcome"),
     ):  # fmt: skip

@@ -49,10 +49,10 @@ class Timed:
         """Of the i-th step that is drawn by this seed."""
         return self.token * tokens * math.exp(random.Random(f"{seed} {i}").gauss(0, self.spread))
 
-    def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
+    def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
         with self._lock:
-            found = self.remembering.extend(asks)
-        asked = list(zip(asks, found, strict=True))
+            found = self.remembering.extend(requests)
+        asked = list(zip(requests, found, strict=True))
         time.sleep(max(self.seconds(a.seed, i, len(s.tokens)) for a, steps in asked for i, s in enumerate(steps)))
         return found
 
