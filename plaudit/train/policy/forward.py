@@ -27,7 +27,7 @@ from plaudit.errors import DataError
 from plaudit.records import Sample
 from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
-from plaudit.train.optim.sharding import head_of, let_go, packed_rows
+from plaudit.train.optim.sharding import free_gathered, head_of, packed_rows
 from plaudit.train.run.ranks import ONE, Group
 
 
@@ -174,7 +174,7 @@ def read_values(
         if batch.counts:
             before.append(at.cpu())
             after.append(end.cpu())
-    let_go(module)
+    free_gathered(module)
     readers = stage.results(group)
     return readers.concatenate(before), readers.concatenate(after)
 

@@ -14,7 +14,7 @@ from plaudit.errors import RunError
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.pipeline import Made
 from plaudit.train.optim.repeatable import repeatable
-from plaudit.train.optim.sharding import let_go
+from plaudit.train.optim.sharding import free_gathered
 from plaudit.train.policy.forward import MicroBatch
 from plaudit.train.run.ranks import ALONE, Ranks
 from plaudit.train.supervised.examples import Example, shares, token_count
@@ -95,7 +95,7 @@ class Learner:
     def mean_loss(self, examples: Sequence[Example]) -> float:
         self.objective.begin(self.reader, examples)
         passed = [(batch, self._pass(examples, batch)[1]) for batch in self.reader.batches(examples)]
-        let_go(self.model)
+        free_gathered(self.model)
         losses = [loss for batch, loss in passed if loss is not None and batch.counts]
         return self._total(losses) / self._count(examples)
 

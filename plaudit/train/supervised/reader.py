@@ -15,7 +15,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, send
 from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
-from plaudit.train.optim.sharding import head_of, let_go, packed_rows
+from plaudit.train.optim.sharding import free_gathered, head_of, packed_rows
 from plaudit.train.policy.forward import MicroBatch, shared_batches
 from plaudit.train.run.ranks import ALONE, Group, Ranks
 from plaudit.train.supervised.examples import Example, token_count
@@ -89,7 +89,7 @@ class Reader:
                 part = values(items, places, hidden)
                 if batch.counts:
                     parts.append(part.flatten().cpu())
-        let_go(self.model)
+        free_gathered(self.model)
         return self.results.concatenate(parts)
 
 
