@@ -52,8 +52,8 @@ class Timed:
     def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
         with self._lock:
             found = self.remembering.extend(requests)
-        asked = list(zip(requests, found, strict=True))
-        time.sleep(max(self.seconds(a.seed, i, len(s.tokens)) for a, steps in asked for i, s in enumerate(steps)))
+        pairs = list(zip(requests, found, strict=True))
+        time.sleep(max(self.seconds(a.seed, i, len(s.tokens)) for a, steps in pairs for i, s in enumerate(steps)))
         return found
 
     def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
@@ -120,12 +120,12 @@ def main() -> None:
             line["bound"] = round(bound(outcomes, models, base), 2)
             lines.append(line)
             print(json.dumps(line), flush=True)
-    told = {
+    record = {
         "script": "benchmarks/search_lanes.py", "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(),
         "questions": args.questions, "width": args.width, "concurrent": base.concurrent, "token_ms": args.token_ms,
         "score_ms": args.score_ms, "lines": lines,
     }  # fmt: skip
-    OUT.write_text(json.dumps(told, indent=1) + "\n")
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -279,15 +279,15 @@ class Runner:
     def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
         """Release the KV cache of everything that can no longer be expanded: of all, once the search is over."""
         kept = {e.node for e in expansions} | set(searched.driver.live()) if expansions else set()
-        gone = [id for id in searched.scored_tokens if id not in kept]
-        if not gone:
+        closed = [id for id in searched.scored_tokens if id not in kept]
+        if not closed:
             return
         written, judged = searched.written, searched.judged
-        self.policy.release([*searched.spare, *(written.pop(id) for id in gone if id in written)])
-        self.scorer.release([judged.pop(id) for id in gone if id in judged])
+        self.policy.release([*searched.spare, *(written.pop(id) for id in closed if id in written)])
+        self.scorer.release([judged.pop(id) for id in closed if id in judged])
         searched.spare.clear()
-        searched.trails.forget(gone)
-        for id in gone:
+        searched.trails.forget(closed)
+        for id in closed:
             del searched.scored_tokens[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:

@@ -160,9 +160,9 @@ def pack_mixers(module: nn.Module) -> None:
                 setattr(model, PACKED, True)
 
 
-def told(trunk: nn.Module, layout: Any) -> dict[str, Any]:
-    """How a trunk is called so that its layers hear of the layout. Some hand to their mixers only what transformers
-    has for packed rows, `seq_idx`."""
+def layout_arguments(trunk: nn.Module, layout: Any) -> dict[str, Any]:
+    """The arguments that pass the layout to a trunk's layers. Some pass their mixers only transformers' own argument
+    for packed rows, `seq_idx`."""
     return {"layout": layout, "seq_idx": layout} if getattr(trunk, PACKED, False) else {"layout": layout}
 
 

@@ -192,13 +192,13 @@ class Residency:
             self._peaks[phase] = max(self._peaks.get(phase, 0), peak - self._ahead)
 
     def arrange(self, needed: Iterable[str], kept: Iterable[str] = ()) -> None:
-        """What is needed is here, and what is neither needed nor kept is not."""
+        """Load what is needed, and unload what is neither needed nor kept."""
         needed, stays = set(needed), {*needed, *kept}
-        gone = [name for name, resident in self.residents.items() if resident.here and name not in stays]
-        for name in gone:
+        unneeded = [name for name, resident in self.residents.items() if resident.here and name not in stays]
+        for name in unneeded:
             self.residents[name].leave()
-        if gone and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what comes has other sizes than what went
+        if unneeded and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what is loaded next has other sizes
         for name in needed:
             self.residents[name].come()
 

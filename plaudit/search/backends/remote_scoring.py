@@ -72,8 +72,8 @@ class RemoteScorer:
     def close(self) -> None:
         self._server.close()
 
-    def _one(self, asked: tuple[Path, Item]) -> Scored:
-        path, item = asked
+    def _one(self, pair: tuple[Path, Item]) -> Scored:
+        path, item = pair
         if self.reading is None:
             return self._pair(item)
         try:

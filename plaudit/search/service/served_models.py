@@ -55,7 +55,7 @@ class LoopCalls:
             try:
                 return self._begun(make).result()
             except CancelledError:
-                raise _gone() from None
+                raise _cancelled() from None
             except HttpError as error:
                 if error.type != "overloaded" or time.monotonic() >= self.request.deadline:
                     raise Interrupted(error) from None
@@ -71,7 +71,7 @@ class LoopCalls:
     def _begun(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         with self._lock:
             if self.stopped.is_set():
-                raise _gone()
+                raise _cancelled()
             future = self._context.run(asyncio.run_coroutine_threadsafe, make(), self._loop)
             self._future = future
             return future
@@ -151,5 +151,5 @@ class ServedJudge:
         """Does nothing: the model belongs to the server."""
 
 
-def _gone() -> Interrupted:
+def _cancelled() -> Interrupted:
     return Interrupted(HttpError(499, "disconnected", "the client disconnected"))

@@ -39,12 +39,12 @@ class ChatTurn:
 
     @classmethod
     def of(cls, messages: Sequence[Message], variables: Mapping[str, Any], ending: Sequence[Any]) -> ChatTurn:
-        """Clients send back fields that say nothing: they are left out. Templates look at the content always."""
-        said = [
+        """Fields without a value, which clients send back, are left out; templates always read the content."""
+        kept = [
             {name: value for name, value in message.items() if value is not None or name == "content"}
             for message in messages
         ]
-        return cls(tuple(said), variables, tuple(ending))
+        return cls(tuple(kept), variables, tuple(ending))
 
     def continues(self, other: ChatTurn, answer: str) -> bool:
         """Whether it begins with the other's messages and the answer to them. Space around an answer does not count:
@@ -84,7 +84,7 @@ class AgentTurn:
         return self.answer.result().text
 
     def listen(self, listener: Callable[[TextPiece], None]) -> None:
-        """To all that has come and that will come."""
+        """Call the listener with all pieces so far and all later ones."""
         for piece in self.pieces:
             listener(piece)
         self.listeners.append(listener)
@@ -93,20 +93,20 @@ class AgentTurn:
         self._tell(list(update.token_ids), list(update.raw_logprobs), update.text, "", list(update.top_logprobs))
 
     def end_stream(self, sample: Sample) -> None:
-        """What is left of it, or all."""
-        at, begin = self._told
+        """Send what remains of the sample, or all of it."""
+        at, begin = self._streamed
         self._tell(
             list(sample.token_ids[at:]), list(sample.raw_logprobs[at:]), sample.text[begin:], sample.finish_reason,
             list((sample.top_logprobs or ())[at:]),
         )  # fmt: skip
 
     @property
-    def _told(self) -> tuple[int, int]:
-        """Tokens and characters."""
+    def _streamed(self) -> tuple[int, int]:
+        """The numbers of tokens and characters sent so far."""
         return sum(len(piece.tokens) for piece in self.pieces), sum(len(piece.text) for piece in self.pieces)
 
     def _tell(self, tokens: list[int], logprobs: list[float], text: str, finish: str, top: list[Likely]) -> None:
-        at, begin = self._told
+        at, begin = self._streamed
         self.pieces.append(TextPiece(0, 0, at, tokens, logprobs, begin, text, finish, top))
         for listener in self.listeners:
             listener(self.pieces[-1])
