@@ -1,6 +1,6 @@
 """The conversations of an agent with the policy in one episode, and which request continues which conversation.
 
-Everything here runs on the endpoint's event loop, except what is said to.
+Everything here runs on the endpoint's event loop, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Message = Mapping[str, Any]
 class ChatTurn:
     """The content of a request.
 
-    variables  what the chat template looks at beside messages: tools
-    ending     all that decides where the answer ends, or what form it has
+    variables  what the chat template reads besides messages: tools
+    ending     the fields that determine where the answer ends, or its format
     """
 
     messages: tuple[Message, ...]
@@ -47,8 +47,8 @@ class ChatTurn:
         return cls(tuple(kept), variables, tuple(ending))
 
     def continues(self, other: ChatTurn, answer: str) -> bool:
-        """Whether it begins with the other's messages and the answer to them. Space around an answer does not count:
-        some clients strip it, and the policy goes on from its own tokens anyway."""
+        """Whether it begins with the other's messages and the answer to them. Whitespace around an answer is ignored:
+        some clients strip it, and the policy continues from its own tokens anyway."""
         size = len(other.messages)
         if len(self.messages) <= size or self.messages[:size] != other.messages or self.variables != other.variables:
             return False
@@ -62,7 +62,7 @@ class AgentTurn:
 
     context  what the policy reads; known before the answer
     answer   the sample, or an HttpError
-    clients  requests that wait for it: without one it is given up
+    clients  requests that wait for it: without one it is cancelled
     """
 
     ask: ChatTurn
@@ -76,7 +76,7 @@ class AgentTurn:
     work: asyncio.Task[None] | None = None
     pending: PendingTurn | None = None
     end: int = 0  # of its answer, in the transcript's tokens
-    pieces: list[TextPiece] = field(default_factory=list)  # of a stream, as far as it has come
+    pieces: list[TextPiece] = field(default_factory=list)  # of a stream, so far
     listeners: list[Callable[[TextPiece], None]] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class AgentTurn:
 
 
 class AgentEpisode:
-    """One call of the agent. Its requests come with `key`."""
+    """One call of the agent. Its requests have the API key `key`."""
 
     def __init__(self, prompt: Prompt, group: int, index: int, key: str, conversations: int) -> None:
         self.prompt = prompt
@@ -122,7 +122,7 @@ class AgentEpisode:
         self.key = key
         self.most = conversations
         self.transcripts: list[Transcript] = []
-        self.turns: list[AgentTurn] = []  # answered or under way
+        self.turns: list[AgentTurn] = []  # answered or in progress
         self.over = False
 
     @property
@@ -132,14 +132,14 @@ class AgentEpisode:
     # A request
 
     def claim(self, ask: ChatTurn) -> AgentTurn:
-        """The turn that answers it: the same for a request that is sent again, a new one for others."""
+        """The turn that answers a request: the same for a repeated request, a new one for others."""
         for turn in self.turns:
             if turn.ask == ask:
                 return turn
         before = self._before(ask)
         if before is not None and self._last(before.transcript) is before:
             transcript = before.transcript
-        else:  # a branch, or another conversation: what it shares with one is read, and learned from there
+        else:  # a branch or another conversation: a prefix shared with one is only read here, and trained on there
             if len(self.transcripts) >= self.most:
                 raise self._refused(ask)
             transcript = Transcript()
@@ -151,7 +151,7 @@ class AgentEpisode:
         return turn
 
     def tokenise(self, turn: AgentTurn, encoder: ObservationEncoder, positions: int, budget: int) -> None:
-        """In any thread: what the policy reads for this turn. Only messages that it has not read are tokenised."""
+        """What the policy reads for this turn, tokenising only messages that it has not read. Runs in any thread."""
         ask, before = turn.ask, turn.before
         try:
             if before is None:
@@ -183,7 +183,7 @@ class AgentEpisode:
 
     def complete(self, turn: AgentTurn, sample: Sample) -> None:
         if turn not in self.turns or turn.answer.done():
-            return  # nobody waited for it any more
+            return  # no client waited any more
         if sample.finish_reason in ("abort", "error"):
             error = sample.error or ItemError("aborted", "the engine gave it up")
             self.drop(turn, HttpError(500, error.type, error.message))
@@ -202,17 +202,17 @@ class AgentEpisode:
             self.transcripts.remove(turn.transcript)
         if not turn.answer.done():
             turn.answer.set_exception(why)
-            turn.answer.exception()  # known, also where nobody waits
+            turn.answer.exception()  # marks the error as retrieved, even if no client waits
 
     # Inside
 
     def _before(self, ask: ChatTurn) -> AgentTurn | None:
-        """The turn that it continues: of several the longest."""
+        """The turn that a request continues: of several the longest."""
         known = [turn for turn in self.turns if turn.answer.done() and ask.continues(turn.ask, turn.text)]
         return max(known, key=lambda turn: len(turn.ask.messages), default=None)
 
     def _last(self, transcript: Transcript) -> AgentTurn:
-        """The turn after which it goes on, or that is under way."""
+        """The last turn, finished or in progress."""
         return max((turn for turn in self.turns if turn.transcript is transcript), key=lambda turn: turn.number)
 
     def _refused(self, ask: ChatTurn) -> FieldError:
