@@ -1,6 +1,6 @@
 """Asynchronous rollouts: generation continues while the learner trains, at most `staleness` versions ahead.
 
-Prompts are asked as long as there is capacity, in prompts:
+Prompts are submitted as long as there is capacity, in prompts:
 
     min(concurrency - running, (staleness + version + 1) × prompts_per_step - (accepted + running))
 
@@ -37,7 +37,7 @@ from plaudit.train.run.clock import Clock
 
 FILE = "rollouts.jsonl"
 LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
-CLOSE_SECONDS = 5.0  # for rewards that are being asked for; nobody wants them any more
+CLOSE_SECONDS = 5.0  # for rewards in progress, which are no longer needed
 Group = list[Sample]
 
 
@@ -52,8 +52,8 @@ class Choice(NamedTuple):
 class AsyncRollouts:
     """`mend` brings engines back that were lost; it is called while this waits, when no weights are on the move.
 
-    _order    prompts that were asked and not yet learned from, in the order in which they were first asked
-    _again    those of them that must be asked anew
+    _order    prompts that were submitted and not yet trained on, in the order of their first submission
+    _again    those of them that must be submitted again
     _used     groups that were learned from: prompts_per_step in each step
     _equal    ready groups whose rewards do not differ, with dynamic sampling
     """
@@ -89,7 +89,7 @@ class AsyncRollouts:
         self.scoring = threading.Lock()  # whoever uses the scorer has it
         self._scorer: threading.Thread | None = None
 
-    # What the loop asks for
+    # Called by the loop
 
     def next(self, step: int, version: int) -> Batch:
         """The samples of one step, none of them more than `staleness` versions old."""
@@ -128,11 +128,11 @@ class AsyncRollouts:
         if self._scorer is not None:
             self._scorer.join(CLOSE_SECONDS)
 
-    # What a checkpoint keeps: nothing that was asked is forgotten, nothing that was scored is asked again
+    # What a checkpoint keeps: no submitted prompt is lost, no scored one is submitted again
 
     def save(self, directory: Path) -> None:
         with self._news:
-            # With `drawn` as it is now: more may have been asked since the loop looked.
+            # With `drawn` as it is now: more may have been submitted since the loop looked.
             head = {"order": list(self._order), "drawn": self.drawn, "dropped": self.dropped, "size": self.size}
             lines: list[object] = [head]
             for number, group in self._ready.items():
@@ -144,7 +144,7 @@ class AsyncRollouts:
         if not (directory / FILE).exists():  # of a run that was not async until now: nothing waits to be learned from
             return
         head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
-        if (size := head.get("size", self.size)) != self.size:  # how far ahead may be asked is counted in it
+        if (size := head.get("size", self.size)) != self.size:  # the limit of submitting ahead depends on it
             raise RunError(
                 f'placement.name = "async" counts in prompts_per_step, which was {size} and is {self.size}: '
                 f"continue with --set train.prompts_per_step={size}"
@@ -166,11 +166,11 @@ class AsyncRollouts:
             return free
         if self.staleness == 0 and free > 0:
             free = 0 if running or self._played else len(self._again) or self.size
-        # Were no group to tell anything, prompts would be asked without end.
+        # If no group had a signal, prompts would be submitted without end.
         return min(free, (self.staleness + 1) * self.dynamic.rounds * self.size - len(self._order) + len(self._again))
 
     def _top_up(self) -> None:
-        """Ask for as many prompts as there is capacity for; without staleness those of one step in one call."""
+        """Submit as many prompts as there is capacity for; without staleness those of one step in one call."""
         numbers: list[int] = []
         for _ in range(max(0, self._capacity())):
             if self._again:
@@ -285,7 +285,7 @@ class AsyncRollouts:
         self._equal -= numbers
 
     def _drop(self) -> None:
-        """Ask anew what has become too old; groups that tell nothing are not worth it."""
+        """Submit again what has become too old, except groups without a signal."""
         old = [n for n, group in self._ready.items() if _age(group, self.version) > self.staleness]
         for number in old:
             self.dropped += len(self._ready[number])

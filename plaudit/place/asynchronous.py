@@ -49,6 +49,6 @@ class Asynchronous(Disaggregated):
             self.queue.load(directory)
 
     def close(self) -> None:
-        super().close()  # first: whoever waits for an engine is told
+        super().close()  # first: it wakes those that wait for an engine
         if self.queue is not None:
             self.queue.close()

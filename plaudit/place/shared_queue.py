@@ -32,7 +32,7 @@ class SharedQueue:
         self.scorer = scorer
         self.clock = clock
         self.orders = orders
-        self._drawn = 0  # as the main rank last said
+        self._drawn = 0  # as last reported by the main rank
 
     @property
     def drawn(self) -> int:

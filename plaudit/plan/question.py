@@ -1,4 +1,4 @@
-"""What `plaudit plan` is asked, and the whole answer to it."""
+"""The question of a `plaudit plan` call, and its whole answer."""
 
 from __future__ import annotations
 

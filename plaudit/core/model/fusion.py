@@ -3,7 +3,7 @@
 Norms, gated MLPs, experts and their routers, rotary embeddings and recurrent layers cost many small launches in eager
 mode. A part is replaced only if a kernel gave what the part itself gives on random input, so nothing
 depends on a model's name; what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module
-itself is not changed. Products are steady there too, where that is asked for (algo/tokens/products.py).
+itself is not changed. Products are batch-invariant there too, if requested (algo/tokens/products.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ DEADLINE = 120.0  # seconds for one publication, unless a channel is given anoth
 
 
 class Wire(Protocol):
-    """The control connection from the trainer to one receiver. What is told is answered in order.
+    """The control connection from the trainer to one receiver. Messages are answered in order.
 
     name   for errors: "rollout 0 (pid 4711)"
     ranks  processes behind it, each of which takes in the weights: one answer is for all of them
@@ -36,10 +36,10 @@ class Wire(Protocol):
     ranks: int
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Plain data that MessagePack can write; raises ReceiverLost if the other end is gone."""
+        """Plain data that MessagePack can write; raises ReceiverLost if the other end has disconnected."""
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """The next answer; raises ReceiverLost if the other end is gone or `seconds` have passed."""
+        """The next answer; raises ReceiverLost if the other end has disconnected or `seconds` have passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Target(Protocol):
         """The target's own memory of a tensor, if to write there is to load it: saves a copy."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy them. A tensor holds its values only until the next one is asked for."""
+        """Copy them. A tensor keeps its values only until the next one is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Publisher:
 class Exchange:
     """One publication while it goes on. Answers to an earlier one, which came too late, are passed over.
 
-    lost   receivers that are gone, by the names of their wires; raised when the others have been heard
+    lost   disconnected receivers, by the names of their wires; raised when the others have answered
     """
 
     id: str

@@ -13,7 +13,7 @@ On a GPU an engine of the second form copies from the segment instead of flippin
 it copies between two steps, and one segment is enough.
 
 Names, shapes, dtypes and the version are checked each time, and in the first form that every tensor is still where it
-was put. Bytes do not travel, so a full checksum is made only if it is asked for.
+was put. Bytes do not travel, so a full checksum is made only on request.
 """
 
 from __future__ import annotations

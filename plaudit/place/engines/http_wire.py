@@ -11,7 +11,7 @@ from plaudit.errors import EngineError, ReceiverLost
 
 
 class HttpWire:
-    """`call` brings a message to the engine and returns its answer; it raises EngineError if the engine is gone."""
+    """`call` brings a message to the engine and returns its answer; it raises EngineError if the engine is lost."""
 
     ranks = 1
 

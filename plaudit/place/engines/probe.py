@@ -1,7 +1,7 @@
 """Checks that an engine uses the weights it reports: compares its log-probs after fixed tokens with the trainer's.
 
 A checksum tells that the bytes arrived, not that they are used: vLLM kept an old packed head, and any engine may keep
-old KV. Two questions are asked after every publication:
+old KV. Two checks follow every publication:
 
 1. Do both give the same log-probs, to a tolerance? It must allow for other kernels and dtypes, and one update may move
    log-probs by less.
@@ -20,7 +20,7 @@ import numpy as np
 from plaudit.errors import ProbeFailed
 
 TOKENS = 160  # of a context: more than a block of any engine's prefix cache, so that old KV shows
-LIKELIEST = 20  # log-probs per context, as many as vLLM gives unless told otherwise
+LIKELIEST = 20  # log-probs per context, vLLM's default maximum
 CLEAR = 4.0  # d counts if it is so many times the usual difference
 FLOOR = 1e-5  # of that difference, in log-probs
 
@@ -46,7 +46,7 @@ class Probe:
     def check(self, engine: Probed, trainer: Callable[[Sequence[int]], np.ndarray], version: int) -> dict[str, float]:
         """`trainer` gives the log-probs of all tokens after a context. Raises ProbeFailed; else metrics."""
         ours = [trainer(context) for context in self.contexts]
-        # vLLM 0.32 dies if it is asked for more log-probs than there are tokens.
+        # vLLM 0.32 crashes if more log-probs than tokens are requested.
         theirs = [engine.top_logprobs(context, min(LIKELIEST, len(ours[0]))) for context in self.contexts]
         tokens = [np.fromiter(top, np.int64) for top in theirs]
         engines = np.concatenate([np.fromiter(top.values(), np.float64) for top in theirs])

@@ -1,7 +1,7 @@
 """`plaudit rollouts RUN`: generate on this machine for a run that trains on others. Imports no torch itself.
 
-It finds the trainer by the run directory, which both see, starts engines as it is told, each a process that talks to
-the trainer itself, and ends them when it is told or when the trainer is gone. Then it waits for the trainer to come
+It finds the trainer by the run directory, which both see, starts engines on its request, each a process that talks
+to the trainer itself, and ends them on its request or when the trainer is lost. Then it waits for the trainer to come
 again: a run that is resumed finds it there.
 """
 
@@ -86,7 +86,7 @@ class Engines:
         self.failed: dict[int, str] = {}
 
     def serve(self) -> bool:
-        """Whether the run is done, and not only its trainer gone."""
+        """Whether the run is done, rather than only its trainer lost."""
         stream = CommandStream()
         try:
             self._send(Join(socket.gethostname(), __version__))
@@ -104,7 +104,7 @@ class Engines:
                         case Done():
                             return True
         except OSError:
-            pass  # the trainer is gone
+            pass  # the trainer has exited
         finally:
             for number in list(self.children):
                 self._end(number)

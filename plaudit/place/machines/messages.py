@@ -53,7 +53,7 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
-    """Make sure that an engine is gone."""
+    """End an engine, if it is still running."""
 
     number: int
 

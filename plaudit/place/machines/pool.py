@@ -43,7 +43,7 @@ JOIN_SECONDS = 600.0  # for all machines to come, at the start
 REJOIN_SECONDS = 25.0  # for one to come in place of a lost one: with the time to notice, less than a minute
 CONNECT_SECONDS = 60.0  # for an engine's process to connect; the first on a machine imports
 END_SECONDS = 10.0  # for a machine to say how an engine has ended
-UNHEARD_MS = 20_000  # after which a machine that acknowledges nothing is gone
+UNHEARD_MS = 20_000  # without an acknowledgement a machine then counts as lost
 HELLO_SECONDS = 10.0
 
 
@@ -70,7 +70,7 @@ class Machine:
             self.sock.sendall(pack(command))
 
     def read(self, stream: ReportStream) -> None:
-        """Until it is gone; its engines are then gone too."""
+        """Wait until it has disconnected; its engines are then lost too."""
         with suppress(OSError):
             while data := self.sock.recv(1 << 16):
                 for report in stream.feed(data):

@@ -38,8 +38,8 @@ class Moment:
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of a step. One that comes several times, as updates do, is told once: where it began first, where it
-    ended last, and how it was at its fullest."""
+    """One phase of a step. One that occurs several times, as updates do, is reported once: where it began first, where
+    it ended last, and how it was at its fullest."""
 
     start: Moment
     end: Moment

@@ -105,7 +105,7 @@ class HostStore:
 
 
 class FileStore:
-    """A file without a name: it is gone with the process, however that ends."""
+    """A file without a name, which is freed with the process, however that ends."""
 
     beside = False
 

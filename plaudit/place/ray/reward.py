@@ -42,7 +42,7 @@ class RewardActor:
 
 
 class RayReward:
-    """The main rank's; on the others it has no actors and is asked nothing."""
+    """The main rank's; on the other ranks it has no actors and is not called."""
 
     def __init__(self, recipe: RlRecipe, main: bool, warn: Warn) -> None:
         """`warn` hears of every actor that was lost."""

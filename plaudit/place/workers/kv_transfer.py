@@ -74,7 +74,7 @@ class OpenedParcel:
 
 
 def take(engine: Engine, message: dict[str, Any]) -> None:
-    """Take in a prompt's KV. If it is gone with its maker, or of other weights, the engine will read the prompt."""
+    """Import a prompt's KV. If it was lost with its engine, or is of other weights, the engine computes the prompt."""
     try:
         parcel = OpenedParcel(message)
     except ChannelError:

@@ -26,7 +26,7 @@ FAILURES = (EngineError, ChannelError, BadReply)
 
 
 class PoolEngine(Protocol):
-    """version   of the weights it has; None while it must not be asked. `generate` may be called from any thread."""
+    """version   of the weights it has; None while it must not be called. `generate` may be called from any thread."""
 
     name: str
 
@@ -48,7 +48,7 @@ class PoolEngine(Protocol):
 class Member:
     """outstanding   tokens that it has still to read and write
     leaving       gets nothing more, and is closed when what it has is done
-    lost          why it is not asked
+    lost          why it is not used
     """
 
     engine: PoolEngine
@@ -75,7 +75,7 @@ class Member:
 
 
 class EnginePool:
-    """`mend` is asked when no engine is left, and returns whether there is one again; None: nobody can help."""
+    """`mend` is called when no engine is left, and returns whether there is one again; None: there is no recovery."""
 
     def __init__(self, engines: Sequence[PoolEngine] = (), mend: Callable[[], bool] | None = None) -> None:
         self.members: list[Member] = []
@@ -87,7 +87,7 @@ class EnginePool:
             self.add(engine)
 
     def add(self, engine: PoolEngine) -> None:
-        """It is asked as soon as it has the weights that the others have."""
+        """Add an engine, which is used as soon as it has the weights that the others have."""
         with self._lock:
             if any(member.engine.name == engine.name for member in self.members):
                 raise EngineError(f"the pool has an engine {engine.name} already: give each a name of its own")
@@ -105,14 +105,14 @@ class EnginePool:
             self._named(name).lost = why
 
     def regain(self, name: str) -> None:
-        """It answers again. What it had read is gone, and it has no weights until it is sent some."""
+        """An engine answers again. Its KV cache is lost, and it has no weights until it is sent some."""
         with self._lock:
             member = self._named(name)
             member.lost, member.outstanding = None, 0.0
             member.read.clear()
 
     def new_version(self, version: int) -> None:
-        """From now on only engines that have this one are asked; what they had read counts no more."""
+        """From now on only engines that have this version are used; their KV cache is invalid."""
         with self._lock:
             self.version = version
             for member in self.members:

@@ -2,7 +2,7 @@
 
 A prefill engine reads a prompt, draws the first token of each sample, and leaves the prompt's KV where a decode engine
 can map it. The decode engine takes it in and goes on: its steps are never held up by a long prompt. The samples are
-those of one engine. If a decode engine fails, another takes the same KV; if the KV is gone, it reads the prompt again.
+those of one engine. If a decode engine fails, another takes the same KV; if the KV is lost, it reads the prompt again.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class PrefillDecode:
 
 
 def opening(params: SamplingParams) -> SamplingParams:
-    """What the first engine is asked for: the first token."""
+    """The prefill engine's request: the first token."""
     return replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))
 
 

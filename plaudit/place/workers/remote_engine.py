@@ -39,7 +39,7 @@ class Hosted(Protocol):
     sock: socket.socket
 
     def end(self) -> str:
-        """Make sure that it is gone; how it ended, in words."""
+        """End the process if it still runs; return how it ended, as text."""
 
 
 Host = Callable[[], Hosted]
@@ -153,7 +153,7 @@ class RemoteEngine:
             self._send(call.frame)
 
     def drop(self, why: str) -> None:
-        """Give the process up: it did not do what it was asked."""
+        """Give up the process, which did not carry out a request."""
         self._failure_reason = why
         self._end()
 

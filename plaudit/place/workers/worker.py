@@ -56,7 +56,7 @@ class Worker(SocketWorker[frames.Frame]):
                 self.engine.backend.end()
 
     def lose(self, why: str) -> NoReturn:
-        """Called by the heartbeat, while nothing is computed: a rank of the engine is gone."""
+        """Called by the heartbeat while the engine is idle: a rank of the engine is lost."""
         with suppress(OSError):
             self.send(frames.Failed(why))
         os._exit(RankLost.exit_code)
@@ -116,7 +116,7 @@ class Worker(SocketWorker[frames.Frame]):
             self.send(frames.Samples(id, samples))
 
     def _with_kv(self, id: int, sample: Sample) -> Sample:
-        """With a parcel of its prompt's KV, if the call asked for it and the sample has room to go on."""
+        """With a parcel of its prompt's KV, if the call requested it and the sample can continue."""
         parcels = self._parcels.get(id)
         if parcels is None or len(sample.prompt_ids) + 1 >= self.engine.decoder.max_positions:
             return sample

@@ -65,7 +65,7 @@ class AgentTurn:
     clients  requests that wait for it: without one it is cancelled
     """
 
-    ask: ChatTurn
+    request: ChatTurn
     transcript: Transcript
     before: AgentTurn | None
     answer: asyncio.Future[Sample]
@@ -131,35 +131,35 @@ class AgentEpisode:
 
     # A request
 
-    def claim(self, ask: ChatTurn) -> AgentTurn:
+    def claim(self, request: ChatTurn) -> AgentTurn:
         """The turn that answers a request: the same for a repeated request, a new one for others."""
         for turn in self.turns:
-            if turn.ask == ask:
+            if turn.request == request:
                 return turn
-        before = self._before(ask)
+        before = self._before(request)
         if before is not None and self._last(before.transcript) is before:
             transcript = before.transcript
         else:  # a branch or another conversation: a prefix shared with one is only read here, and trained on there
             if len(self.transcripts) >= self.most:
-                raise self._refused(ask)
+                raise self._refused(request)
             transcript = Transcript()
             self.transcripts.append(transcript)
         number = 1 + max((t.number for t in self.turns if t.transcript is transcript), default=-1)
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        turn = AgentTurn(ask, transcript, before, answer, number)
+        turn = AgentTurn(request, transcript, before, answer, number)
         self.turns.append(turn)
         return turn
 
     def tokenise(self, turn: AgentTurn, encoder: ObservationEncoder, positions: int, budget: int) -> None:
         """What the policy reads for this turn, tokenising only messages that it has not read. Runs in any thread."""
-        ask, before = turn.ask, turn.before
+        request, before = turn.request, turn.before
         try:
             if before is None:
-                new = render_chat(encoder.tokenizer, ask.messages, True, variables=ask.variables)
+                new = render_chat(encoder.tokenizer, request.messages, True, variables=request.variables)
             else:
-                messages = ask.messages[len(before.ask.messages) + 1 :]
+                messages = request.messages[len(before.request.messages) + 1 :]
                 last = before.transcript.tokens[before.end - 1]
-                new = list(encoder.messages(messages, last=last, variables=ask.variables))
+                new = list(encoder.messages(messages, last=last, variables=request.variables))
         except (PlauditError, RecursionError) as error:
             raise FieldError(str(error) or "a message is nested too deeply", "messages", "bad_messages") from None
         transcript = turn.transcript
@@ -206,16 +206,16 @@ class AgentEpisode:
 
     # Inside
 
-    def _before(self, ask: ChatTurn) -> AgentTurn | None:
+    def _before(self, request: ChatTurn) -> AgentTurn | None:
         """The turn that a request continues: of several the longest."""
-        known = [turn for turn in self.turns if turn.answer.done() and ask.continues(turn.ask, turn.text)]
-        return max(known, key=lambda turn: len(turn.ask.messages), default=None)
+        known = [turn for turn in self.turns if turn.answer.done() and request.continues(turn.request, turn.text)]
+        return max(known, key=lambda turn: len(turn.request.messages), default=None)
 
     def _last(self, transcript: Transcript) -> AgentTurn:
         """The last turn, finished or in progress."""
         return max((turn for turn in self.turns if turn.transcript is transcript), key=lambda turn: turn.number)
 
-    def _refused(self, ask: ChatTurn) -> FieldError:
+    def _refused(self, request: ChatTurn) -> FieldError:
         open_ones = [turn for turn in self.turns if not turn.answer.done()]
         why = "while another is in progress" if open_ones else "which does not continue an earlier one"
         return FieldError(

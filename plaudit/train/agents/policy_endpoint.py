@@ -194,14 +194,14 @@ class PolicyEndpoint:
         parsed = wire.read_chat(request.fields())
         check_sampling(parsed, (self.sampling, playing.sampling), ignore=self.table.ignore_sampling)
         form = parsed.sampling(parsed.most or 1)
-        ask = ChatTurn.of(
+        chat = ChatTurn.of(
             parsed.messages, parsed.variables, (parsed.most, parsed.stops, form.json_schema, form.regex)
         )  # fmt: skip
         context: list[int] = []  # set when the request is tokenised, and counted in the reply
 
         async def compute(jobs: Sequence[GenerateJob]) -> list[list[Continuation]]:
             (job,) = jobs
-            turn = episode.claim(ask)
+            turn = episode.claim(chat)
             if turn.work is None:
                 turn.work = asyncio.create_task(self._work(episode, turn, playing, parsed, form))
             if job.listener is not None:
