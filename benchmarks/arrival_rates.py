@@ -79,10 +79,10 @@ def at_rate(port: int, name: str, rate: float, seconds: float, folder: Path, see
         f"{folder / 'arriving'}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600 + 4 * seconds, check=True)
-    told = json.loads(done.stdout)
-    ordered = sorted(told["latencies"])
+    result = json.loads(done.stdout)
+    ordered = sorted(result["latencies"])
     return {
-        "rows/s": len(ordered) / told["seconds"], "rows": len(ordered), "late ms": 1000 * told["late"],
+        "rows/s": len(ordered) / result["seconds"], "rows": len(ordered), "late ms": 1000 * result["late"],
         "p50 ms": 1000 * ordered[len(ordered) // 2], "p99 ms": 1000 * ordered[int(len(ordered) * 0.99)],
     }  # fmt: skip
 

@@ -45,13 +45,13 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, default=Path("runs/sums-grpo/final"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["token"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    asked = parser.parse_args()
-    taught = json.loads((asked.teacher.parent / "summary.json").read_text())
+    options = parser.parse_args()
+    taught = json.loads((options.teacher.parent / "summary.json").read_text())
     runs = []
-    for way in asked.ways:
-        for seed in asked.seeds:
+    for way in options.ways:
+        for seed in options.seeds:
             with tempfile.TemporaryDirectory() as directory:
-                runs.append(run(way, seed, asked.teacher, Path(directory) / "run"))
+                runs.append(run(way, seed, options.teacher, Path(directory) / "run"))
             print(json.dumps(runs[-1]))
             figures = {"teacher_accuracy": taught["accuracy_after"], "runs": runs}
             OUT.write_text(json.dumps({**stamp(__file__, processor(), {}), **figures}, indent=1) + "\n")

@@ -159,8 +159,8 @@ def tried(module: Any) -> None:
         found = [(*(timed(work) for work in works(tokens, tiles, module)), tiles) for tiles in grid(tokens)]
         for name, at in (("gate and up", 0), ("down", 1)):
             best = sorted(found, key=lambda each: each[at])[:5]
-            said = (f"{each[at] * 1e6:.0f} µs {list(vars(each[2]).values())}" for each in best)
-            print(tokens, name, *said, sep="  ", flush=True)
+            shown = (f"{each[at] * 1e6:.0f} µs {list(vars(each[2]).values())}" for each in best)
+            print(tokens, name, *shown, sep="  ", flush=True)
 
 
 def built() -> Any:

@@ -38,9 +38,9 @@ Grads = dict[str, torch.Tensor]
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    said = from_table(PAGE.read_text())
+    proved = from_table(PAGE.read_text())
     found = {
-        case.name: _case(case) for case in cases() if case.kind == "causal" and said["causal", case.name] == PROVED
+        case.name: _case(case) for case in cases() if case.kind == "causal" and proved["causal", case.name] == PROVED
     }
     print(f"{len(found)} families\n| | median | largest |\n| --- | --- | --- |")
     for name in next(iter(found.values())):

@@ -94,8 +94,8 @@ def up_to(run: History, step: int) -> History:
     return History(run.name, kept)
 
 
-def told(run: History, steps: int) -> dict[str, int]:
-    """When each monitor first told something."""
+def first_alarms(run: History, steps: int) -> dict[str, int]:
+    """The step of each monitor's first alarm."""
     first: dict[str, int] = {}
     for step in range(FIRST_LOOK, steps + 1):
         for rule in (*GAMED, over_optimised):
@@ -126,7 +126,7 @@ def play(folder: Path) -> list[dict[str, Any]]:
 
 def judged(game: str, seed: int, run: History) -> dict[str, Any]:
     """`delay` of the first monitor of responses after the onset, `by_truth` of the first of all after the opening."""
-    onset, first = begins(run), told(run, STEPS)
+    onset, first = begins(run), first_alarms(run, STEPS)
     responses = [step for name, step in first.items() if name not in BY_TRUTH]
     right = [round(value, 3) for value in run.curves["accuracy"].values]
     return {
@@ -143,7 +143,7 @@ def clean(folder: Path, count: int, keep: Callable[[dict[str, Any]], None]) -> N
     for seed in range(count):
         rate = RATES[seed % len(RATES)]
         run = curves(folder, 1000 + seed, None, 40, 8, 4, rate)
-        if first := told(run, 40):
+        if first := first_alarms(run, 40):
             alarms.append({"seed": 1000 + seed, "rate": rate, "told": first})
         if (runs := seed + 1) % 10 == 0 or runs == count:
             print(f"clean {runs}: {len(alarms)} alarms, {time.process_time() - begin:.0f} s of CPU", flush=True)

@@ -53,13 +53,13 @@ def sent(port: int, kind: str, connections: int, seconds: float, folder: Path, s
     place = folder / kind
     place.mkdir(exist_ok=True)
     load = Load(kind, connections, "scorer", [], [])
-    told, bodies = send(port, load, requests(kind, seconds, random.Random(seed)), place, seconds)
+    result, bodies = send(port, load, requests(kind, seconds, random.Random(seed)), place, seconds)
     scores = [json.loads(body)["outputs"][0]["data"][0] for body in bodies]
     if not scores or not all(map(math.isfinite, scores)):
         raise SystemExit(f"{kind}: {len(scores)} answers, or one that is not a number")
-    latencies = sorted(told["latencies"])
+    latencies = sorted(result["latencies"])
     return {
-        "rows/s": len(scores) / told["seconds"], "rows": len(scores),
+        "rows/s": len(scores) / result["seconds"], "rows": len(scores),
         "p50 ms": 1000 * latencies[len(latencies) // 2], "p99 ms": 1000 * latencies[int(len(latencies) * 0.99)],
     }  # fmt: skip
 

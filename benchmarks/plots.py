@@ -62,8 +62,8 @@ class Chart:
     since: tuple[float, str] | None = None
 
 
-def words(x: float, y: float, said: str, *, anchor: str = "start", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(said)}</text>'
+def words(x: float, y: float, text: str, *, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
 
 
 def stroke(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
@@ -164,10 +164,10 @@ def lines(
         parts.append(stroke(left, up(y), right, up(y), INK, 'stroke-dasharray="5 4"'))
         parts.append(words(left + 6, up(y) + 15, f"{name} {y:g}"))
     if chart.since:
-        x, said = across(chart.since[0]), chart.since[1]
-        after = x + LETTER * len(said) < right
+        x, label = across(chart.since[0]), chart.since[1]
+        after = x + LETTER * len(label) < right
         parts.append(stroke(x, top, x, top + height, RED, 'stroke-width="1.5" stroke-dasharray="5 4"'))
-        parts.append(words(x + (6 if after else -6), top + 12, said, anchor="start" if after else "end"))
+        parts.append(words(x + (6 if after else -6), top + 12, label, anchor="start" if after else "end"))
     parts += [stroke(across(x), up(lower), across(x), up(upper), GREY) for x, lower, upper in chart.whiskers]
     for name, points in chart.lines.items():
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)

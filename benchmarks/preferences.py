@@ -51,10 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("methods", nargs="*", default=["dpo"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     runs = []
-    for method in asked.methods:
-        for seed in asked.seeds:
+    for method in options.methods:
+        for seed in options.seeds:
             with tempfile.TemporaryDirectory() as directory:
                 runs.append(run(method, seed, Path(directory) / "run"))
             print(json.dumps(runs[-1]))

@@ -197,8 +197,8 @@ def measure(part: str, quick: bool, seeds: int) -> list[dict[str, Any]]:
             for threads in (1, 2):
                 for side in SIDES:
                     print(f"{part}: {side}, {threads} threads, seed {seed}", file=sys.stderr, flush=True)
-                    asked = {**given, **texts, "threads": threads, "seed": seed}
-                    row = summarise(given, ask(SIDES[side], asked))
+                    request = {**given, **texts, "threads": threads, "seed": seed}
+                    row = summarise(given, ask(SIDES[side], request))
                     rows.append({"part": part, "side": side, "threads": threads, "seed": seed, **row})
                     print(f"  {row['samples_per_second']:.1f} samples/s, reached {row['reached']}", file=sys.stderr)
     return rows

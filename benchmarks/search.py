@@ -77,11 +77,15 @@ class Remembering:
 
     computed = 0
 
-    def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
-        new = [ask for ask in asks if len(self.steps.get((ask.prompt, ask.response_ids, ask.seed), ())) < ask.count]
-        for ask, steps in zip(new, self.policy.extend(new), strict=True):
-            self.steps[ask.prompt, ask.response_ids, ask.seed] = steps
-        return [self.steps[ask.prompt, ask.response_ids, ask.seed][: ask.count] for ask in asks]
+    def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
+        new = [
+            request
+            for request in requests
+            if len(self.steps.get((request.prompt, request.response_ids, request.seed), ())) < request.count
+        ]
+        for request, steps in zip(new, self.policy.extend(new), strict=True):
+            self.steps[request.prompt, request.response_ids, request.seed] = steps
+        return [self.steps[request.prompt, request.response_ids, request.seed][: request.count] for request in requests]
 
     def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
         new = list(dict.fromkeys(path for path in paths if path not in self.scores))
@@ -127,8 +131,8 @@ class Worker:
         found = []
         for width in self.widths:
             for name, keys in self.table.items():
-                asked = [question for question in batch if (name, width, question.index) not in known]
-                for outcome in self.search(keys, width).run(asked):
+                missing = [question for question in batch if (name, width, question.index) not in known]
+                for outcome in self.search(keys, width).run(missing):
                     costs = outcome.driver.costs
                     found.append(
                         {"method": name, "width": width, "question": outcome.question.index, "right": outcome.right,
@@ -162,8 +166,8 @@ def begin(*args: Any) -> None:
     worker = Worker(*args)
 
 
-def work(asked: tuple[Sequence[Any], set[Any]]) -> list[dict[str, Any]]:
-    return worker.work(*asked)
+def work(task: tuple[Sequence[Any], set[Any]]) -> list[dict[str, Any]]:
+    return worker.work(*task)
 
 
 def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: float) -> list[dict[str, Any]]:
@@ -182,12 +186,12 @@ def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: f
     wanted = {(name, width) for name in table for width in args.widths}
     questions = [q for q in questions if any((*each, q.index) not in known for each in wanted)]
     batches = [questions[at : at + args.batch] for at in range(0, len(questions), args.batch)]
-    asked = [(batch, {key for key in known if key[2] in {q.index for q in batch}}) for batch in batches]
+    tasks = [(batch, {key for key in known if key[2] in {q.index for q in batch}}) for batch in batches]
     if args.rows is not None:
         args.rows.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with context.Pool(args.processes, begin, (table, args.widths, args.seed, until)) as pool:
-        for found in pool.imap_unordered(work, asked):
+        for found in pool.imap_unordered(work, tasks):
             rows.extend(found)
             if args.rows is not None and found:
                 with (args.rows / f"shard-{shard}-of-{shards}.jsonl").open("a") as file:
@@ -221,21 +225,21 @@ def table_of(rows: Sequence[dict[str, Any]], names: Sequence[str], widths: Seque
     lines = []
     for width in widths:
         by = {n: {r["question"]: r for r in rows if r["method"] == n and r["width"] == width} for n in names}
-        asked = sorted(set.intersection(*(set(found) for found in by.values())))
-        if not asked:
+        indices = sorted(set.intersection(*(set(found) for found in by.values())))
+        if not indices:
             continue
         for name in names:
-            accuracy, error = mean([by[name][q]["right"] for q in asked])
-            apart, apart_error = mean([by[name][q]["right"] - by["rebase"][q]["right"] for q in asked])
-            kv, base_kv = (sum(by[n][q]["kv_tokens"] for q in asked) for n in (name, "rebase"))
+            accuracy, error = mean([by[name][q]["right"] for q in indices])
+            apart, apart_error = mean([by[name][q]["right"] - by["rebase"][q]["right"] for q in indices])
+            kv, base_kv = (sum(by[n][q]["kv_tokens"] for q in indices) for n in (name, "rebase"))
             lines.append(
-                {"width": width, "method": name, "questions": len(asked), "accuracy": accuracy,
+                {"width": width, "method": name, "questions": len(indices), "accuracy": accuracy,
                  "interval": 1.96 * error, "to_rebase": apart, "to_rebase_se": apart_error,
-                 "kv_tokens": kv / len(asked), "kv_reduction": base_kv / kv,
-                 "kv_peak": sum(by[name][q]["kv_peak"] for q in asked) / len(asked),
-                 "generated": sum(by[name][q]["generated"] for q in asked) / len(asked),
-                 "calls": sum(by[name][q]["calls"] for q in asked) / len(asked),
-                 "unsolved": sum(by[name][q]["unsolved"] for q in asked)}
+                 "kv_tokens": kv / len(indices), "kv_reduction": base_kv / kv,
+                 "kv_peak": sum(by[name][q]["kv_peak"] for q in indices) / len(indices),
+                 "generated": sum(by[name][q]["generated"] for q in indices) / len(indices),
+                 "calls": sum(by[name][q]["calls"] for q in indices) / len(indices),
+                 "unsolved": sum(by[name][q]["unsolved"] for q in indices)}
             )  # fmt: skip
     return lines
 
@@ -327,15 +331,15 @@ def main() -> None:
         table = METHODS if args.part == "main" else VARIANTS
         lines = table_of(measure(args, table, began + 60 * args.minutes), list(table), args.widths)
         show(lines)
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    told = {
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    record = {
         "script": "benchmarks/search.py", "part": args.part, "seed": args.seed, "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores", "commit": commit,
         "seconds": round(time.time() - began, 1), "lines": lines,
     }  # fmt: skip
     out = args.out or RESULTS / f"search-{args.part}.json"
-    out.write_text(json.dumps(told, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

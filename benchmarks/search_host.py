@@ -114,7 +114,7 @@ def watch(clock: Clock) -> None:
         (Branches, "_admit", "admit"), (Branches, "_window", "blocks"), (Branches, "_columns", "columns"),
         (Branches, "_decode", "draws"), (Branches, "_ended", "ended"), (Branches, "sample", "engine: policy"),
         (Branches, "read", "engine: PRM"), (CorePolicy, "extend", "steps"), (LocalScorer, "score", "PRM texts"),
-        (Runner, "_ask", "asks"), (Runner, "_add", "nodes"), (Runner, "_score", "scores"),
+        (Runner, "_step_request", "asks"), (Runner, "_add", "nodes"), (Runner, "_score", "scores"),
         (Runner, "_cluster", "clusters"), (Runner, "_release", "release"), (Driver, "expansions", "choose"),
         (Runner, "_outcome", "outcome"),
     ):  # fmt: skip
@@ -154,16 +154,16 @@ def opened(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[Any, Any, A
 
 
 def digest(outcomes: list[Any]) -> str:
-    """Of all trees, answers and counts."""
-    told = hashlib.sha256()
+    """A hash of all trees, answers and counts."""
+    hashed = hashlib.sha256()
     for outcome in sorted(outcomes, key=lambda each: each.question.index):
         costs = outcome.driver.costs
-        told.update(repr((outcome.question.index, outcome.stopped, outcome.answers, costs.kv, costs.scored)).encode())
+        hashed.update(repr((outcome.question.index, outcome.stopped, outcome.answers, costs.kv, costs.scored)).encode())
         for n in outcome.tree.nodes:
             numbers = [None if x is None else float(x).hex() for x in (n.score, n.value, n.logprob)]
             row = (n.parent, n.tokens, n.text, n.state, n.twin, n.round, n.cluster, n.error, numbers)
-            told.update(repr(row).encode())
-    return told.hexdigest()[:16]
+            hashed.update(repr(row).encode())
+    return hashed.hexdigest()[:16]
 
 
 def once(args: argparse.Namespace, clock: Clock, searcher: Any, recipe: Any, scorer: Any) -> dict[str, Any]:

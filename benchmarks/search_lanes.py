@@ -49,11 +49,11 @@ class Timed:
         """Of the i-th step that is drawn by this seed."""
         return self.token * tokens * math.exp(random.Random(f"{seed} {i}").gauss(0, self.spread))
 
-    def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
+    def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
         with self._lock:
-            found = self.remembering.extend(asks)
-        asked = list(zip(asks, found, strict=True))
-        time.sleep(max(self.seconds(a.seed, i, len(s.tokens)) for a, steps in asked for i, s in enumerate(steps)))
+            found = self.remembering.extend(requests)
+        pairs = list(zip(requests, found, strict=True))
+        time.sleep(max(self.seconds(a.seed, i, len(s.tokens)) for a, steps in pairs for i, s in enumerate(steps)))
         return found
 
     def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
@@ -120,12 +120,12 @@ def main() -> None:
             line["bound"] = round(bound(outcomes, models, base), 2)
             lines.append(line)
             print(json.dumps(line), flush=True)
-    told = {
+    record = {
         "script": "benchmarks/search_lanes.py", "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(),
         "questions": args.questions, "width": args.width, "concurrent": base.concurrent, "token_ms": args.token_ms,
         "score_ms": args.score_ms, "lines": lines,
     }  # fmt: skip
-    OUT.write_text(json.dumps(told, indent=1) + "\n")
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -161,16 +161,16 @@ class Searcher:
             weights[prm] = self.judged(chosen, samples, prm)
             prm_tokens = prm_tokens or self.scorer(prm).computed - before
         rows = []
-        for at, asked in enumerate(chosen):
+        for at, problem in enumerate(chosen):
             own = range(at * task.width, (at + 1) * task.width)
             paths = [split(texts[i]) for i in own]
             rows.append(
-                {"method": "pool", "prm": task.prm, "width": task.width, "question": asked.index,
+                {"method": "pool", "prm": task.prm, "width": task.width, "question": problem.index,
                  "answers": [texts[i].rpartition("#")[2] if "#" in texts[i] else "" for i in own],
-                 "right": [self.ground.right(asked.text, texts[i]) for i in own],
+                 "right": [self.ground.right(problem.text, texts[i]) for i in own],
                  "tokens": [len(samples[i].token_ids) for i in own],
                  "weights": {prm: [round(each[i], 6) for i in own] for prm, each in weights.items()},
-                 "kv": {n: shared(paths[:n], len(asked.prompt_ids)) for n in (4, 16, 64) if n <= task.width},
+                 "kv": {n: shared(paths[:n], len(problem.prompt_ids)) for n in (4, 16, 64) if n <= task.width},
                  "prm_tokens": prm_tokens / len(chosen) / task.width}
             )  # fmt: skip
         return rows

@@ -204,12 +204,12 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 # Searching
 
 
-def plain(searcher: Any, asked: Sequence[Any], width: int, seed: int) -> dict[str, float]:
+def plain(searcher: Any, questions: Sequence[Any], width: int, seed: int) -> dict[str, float]:
     """Best-of-n as it is fastest: whole responses in one call, each scored once."""
     began = time.perf_counter()
-    samples = searcher.sampled(asked, width, seed)
+    samples = searcher.sampled(questions, width, seed)
     middle = time.perf_counter()
-    searcher.judged(asked, samples, "steps")
+    searcher.judged(questions, samples, "steps")
     spent = time.perf_counter() - began
     searcher.engine.new_version()
     tokens = sum(len(sample.token_ids) for sample in samples)
@@ -222,7 +222,7 @@ def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tupl
     from search_policy_cells import Task
 
     widest = max(args.widths)
-    asked = searcher.questions[: args.paths // widest]
+    questions = searcher.questions[: args.paths // widest]
     wide = sorted(args.widths, reverse=True)
     order = [(name, width, 1) for width in wide[:2] for name in chosen(args, width)]
     order += [("rebase", widest, 2), ("best-of-n", widest, 1)]
@@ -231,7 +231,7 @@ def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tupl
     order = [each for each in order if each not in over]
     if kept and not order:
         return [], kept
-    runs = [plain(searcher, asked, widest, seed) for seed in (7, 8, 9)][1:]
+    runs = [plain(searcher, questions, widest, seed) for seed in (7, 8, 9)][1:]
     rate = max(each["tokens"] / each["generate"] for each in runs)
     figures: dict[str, Any] = {
         "plain": runs, "plain_tokens_per_second": rate, "trees": list(kept.get("trees", ())),
@@ -239,7 +239,7 @@ def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tupl
     }  # fmt: skip
     say(f"plain: {json.dumps(figures)}")
     rows: list[Any] = []
-    searcher.tree(Task("rebase", "steps", widest, 0, len(asked)))  # graphs of the sizes that trees have
+    searcher.tree(Task("rebase", "steps", widest, 0, len(questions)))  # graphs of the sizes that trees have
     for name, width, lanes in order:
         if time.time() > BEGAN + 0.6 * args.seconds:
             say(f"not timed any more: {name} at width {width}")
@@ -338,7 +338,7 @@ def search_all(args: argparse.Namespace, pool: Any, setup: Any, facts: dict[str,
         if any((task.method, task.prm, task.width, q) not in known for q in range(task.first, task.last))
     ]  # fmt: skip
     say(f"{len(waiting)} tasks for {args.processes} processes")
-    running, done, told = [], 0, time.time()
+    running, done, reported = [], 0, time.time()
     queue = iter(waiting)
     while True:
         while len(running) < 2 * args.processes and (task := next(queue, None)) is not None:
@@ -356,8 +356,8 @@ def search_all(args: argparse.Namespace, pool: Any, setup: Any, facts: dict[str,
                 continue
             done += bool(found)
             record.add([row for row in found if key(row) not in known])
-        if time.time() - told > 15:
-            told = time.time()
+        if time.time() - reported > 15:
+            reported = time.time()
             say(f"{done} of {len(waiting)} tasks done")
             record.write()
         if time.time() > args.until + args.grace:

@@ -103,12 +103,12 @@ def cell(
     figures: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """A tree beside best-of-n: of the same width, of the same tokens, of the same seconds."""
-    asked = sorted(own)
-    right = [float(own[q]["right"]) for q in asked]
+    indices = sorted(own)
+    right = [float(own[q]["right"]) for q in indices]
     accuracy, interval = mean_of(right)
     line: dict[str, Any] = {
-        "prm": prm, "method": method, "width": width, "questions": len(asked), "accuracy": accuracy,
-        "interval": interval, **{name: fmean(own[q][name] for q in asked) for name in COSTS},
+        "prm": prm, "method": method, "width": width, "questions": len(indices), "accuracy": accuracy,
+        "interval": interval, **{name: fmean(own[q][name] for q in indices) for name in COSTS},
     }  # fmt: skip
     clocks = [x for x in figures.get("trees", []) if (x["method"], x["width"], x["lanes"]) == (method, width, 1)]
     seconds = clocks[0]["seconds_per_question"] if clocks and prm != "labels" else None
@@ -118,7 +118,7 @@ def cell(
         sizes["same_seconds"] = max(1, round(seconds / figures["seconds_per_path"]))
     for name, n in sizes.items():
         size = len(next(iter(pools.values()))["answers"])
-        base = [best_of(pools[q], n, prm) for q in asked]
+        base = [best_of(pools[q], n, prm) for q in indices]
         lead, half = mean_of([a - b for a, b in zip(right, base, strict=True)])
         line[name] = {"n": n, "of_pool": min(n, size), "best_of_n": fmean(base), "lead": lead, "interval": half}
     line["right"] = "".join(str(int(each)) for each in right)

@@ -114,12 +114,12 @@ def questions(engine: Any, count: int) -> list[Any]:
     return [Question(i, text, text, row) for i, (text, row) in enumerate(zip(texts, rows, strict=True))]
 
 
-def plain(args: argparse.Namespace, engine: Any, asked: list[Any], tokens: int) -> dict[str, Any]:
+def plain(args: argparse.Namespace, engine: Any, batch: list[Any], tokens: int) -> dict[str, Any]:
     from plaudit.core import SamplingParams
 
-    params = [SamplingParams(n=args.width, max_tokens=tokens, seed=each.index, ignore_eos=True) for each in asked]
+    params = [SamplingParams(n=args.width, max_tokens=tokens, seed=each.index, ignore_eos=True) for each in batch]
     began = time.perf_counter()
-    samples = engine.generate([list(each.prompt_ids) for each in asked], params, text=False)
+    samples = engine.generate([list(each.prompt_ids) for each in batch], params, text=False)
     spent = time.perf_counter() - began
     engine.new_version()
     return {"seconds": spent, "tokens": sum(len(sample.token_ids) for sample in samples), "paths": len(samples)}
@@ -137,7 +137,7 @@ def recipe_of(args: argparse.Namespace, name: str, groups: int, **tables: Any) -
     )  # fmt: skip
 
 
-def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, asked: list[Any]) -> dict[str, Any]:
+def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, batch: list[Any]) -> dict[str, Any]:
     from plaudit.search.backends.policy import CorePolicy
     from plaudit.search.search import Search
 
@@ -147,7 +147,7 @@ def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, aske
     policy = CorePolicy(engine, recipe.steps)
     search = Search(recipe, policy=policy, scorer=chosen, tokenizer=engine.tokenizer)
     began, busy = time.perf_counter(), time.process_time()
-    costs = [outcome.driver.costs for outcome in search.run(asked)]
+    costs = [outcome.driver.costs for outcome in search.run(batch)]
     spent, busy = time.perf_counter() - began, time.process_time() - busy
     for each in (engine, scorer.engine):
         each.new_version()  # no run finds what another has computed
@@ -159,14 +159,14 @@ def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, aske
     }  # fmt: skip
 
 
-def shared_out(args: argparse.Namespace, engine: Any, asked: list[Any], count: int) -> dict[str, Any]:
+def shared_out(args: argparse.Namespace, engine: Any, batch: list[Any], count: int) -> dict[str, Any]:
     """The faster of two runs by so many processes, after one that captures their graphs."""
     from plaudit.models import save
     from plaudit.search.workers import SearchWorkers
 
     policy = save(engine.decoder.module, engine.tokenizer, args.work / "stepping")
     file = args.work / "questions.jsonl"
-    file.write_text("".join(json.dumps({"prompt": each.text}) + "\n" for each in asked))
+    file.write_text("".join(json.dumps({"prompt": each.text}) + "\n" for each in batch))
     where = {"device": args.device, "dtype": args.dtype}
     recipe = recipe_of(
         args, "rebase", count, processes=count, data={"path": str(file)}, model={"path": str(policy), **where},
@@ -213,9 +213,9 @@ def measure(args: argparse.Namespace) -> None:
     say("models are there")
     few = max(1, args.paths // args.width)
     most = questions(engine, few * max(2, *args.processes))
-    asked = most[:few]
+    batch = most[:few]
     let_step(engine.decoder.module, args.lengths[0])
-    searched(args, "rebase", engine, scorer, asked)  # graphs and kernels of the sizes that there are
+    searched(args, "rebase", engine, scorer, batch)  # graphs and kernels of the sizes that there are
     say("warm")
     with frozen():  # as `plaudit search` runs
         measure_cells(args, cells, engine, scorer, most)
@@ -223,7 +223,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def measure_cells(args: argparse.Namespace, cells: dict[str, Any], engine: Any, scorer: Any, most: list[Any]) -> None:
     few = max(1, args.paths // args.width)
-    asked = most[:few]
+    batch = most[:few]
     first, *others = METHODS
     names = [first, *(f"rebase, {count} processes" for count in args.processes), *others]
     for name, length in itertools.product(names, args.lengths):
@@ -234,7 +234,7 @@ def measure_cells(args: argparse.Namespace, cells: dict[str, Any], engine: Any, 
         engine.new_version()
         cell = cells.setdefault(str(length), {})
         if "plain" not in cell:
-            runs = [plain(args, engine, asked, DEPTH * length) for _ in range(3)][1:]
+            runs = [plain(args, engine, batch, DEPTH * length) for _ in range(3)][1:]
             best = min(runs, key=lambda run: run["seconds"])
             cell["plain"] = {**best, "tokens_per_second": best["tokens"] / best["seconds"]}
             say(f"steps of {length}: plain {cell['plain']['tokens_per_second']:,.0f} tokens/s")

@@ -110,14 +110,14 @@ def budgets() -> str:
         for limits, lead in dict.fromkeys((tuple(x["limits"]), x["lead"]) for x in cell["lines"]):
             if lead and 0 < len(limits) < 3:
                 continue  # as with all three
-            told = by.get((1.0, limits, lead)) or by[None, limits, lead]
+            line = by.get((1.0, limits, lead)) or by[None, limits, lead]
             at = [by.get((share, limits, lead)) or by.get((None, limits, lead)) for share in shares]
             own = at if limits else at[:1]
             shown = ["" if x is None else f"{x['accuracy']:.3f} ± {x['interval']:.3f}" for x in own]
             rows.append(
                 (str(cell["width"]), cell["method"], ", ".join(short[name] for name in limits) or "none",
                  {False: "", True: "certain", 0.95: "0.95"}[lead], *shown, *[""] * (len(shares) - len(shown)),
-                 f"{told['generated']:,.0f}", f"{told['kv_tokens']:,.0f}", f"{told['seconds']:.3f}")
+                 f"{line['generated']:,.0f}", f"{line['kv_tokens']:,.0f}", f"{line['seconds']:.3f}")
             )  # fmt: skip
     return table(heads, rows)
 

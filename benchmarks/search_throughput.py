@@ -140,12 +140,12 @@ def main() -> None:
     from stamp import processor, stamp
 
     plain = version("transformers"), "`generate` by level, the PRM over whole paths, a question at a time, 1 thread"
-    told = {
+    record = {
         **stamp(__file__, processor(), {"transformers": plain}), "load": os.getloadavg()[0],
         "questions": args.questions, "width": args.width, "seconds_per_question": per, "ratio": ratio,
         "runs": runs, "served": over_http,
     }  # fmt: skip
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

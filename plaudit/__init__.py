@@ -1,4 +1,4 @@
-"""Plaudit: one RLHF system that a person can read."""
+"""One readable RLHF system: serves reward models, trains against them, searches with them, plans the hardware."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -123,8 +123,8 @@ FORMATS = {
 
 
 def dtype(row: Row, model: ModelShape) -> str:
-    said = row["dtype"].lower() or ("fp8" if "fp8" in row["model"].lower() else "bf16")
-    found = next((name for name, written in FORMATS.items() if re.search(written, said)), said)
+    stated = row["dtype"].lower() or ("fp8" if "fp8" in row["model"].lower() else "bf16")
+    found = next((name for name, written in FORMATS.items() if re.search(written, stated)), stated)
     if found not in DTYPE_BYTES:
         raise Unplannable(f"the planner knows no format {row['dtype']!r}")
     # Published in four bits; what a chip cannot multiply in is unpacked.

@@ -286,16 +286,16 @@ def model_flops_share(row: Row, constants: Constants) -> Answer:
 
 
 def channel_of(row: Row) -> str:
-    said = f"{row['system']} {row['architecture']} {row['notes']}".lower()
-    if "cpu serialize" in said or "cpu-serial" in said:
+    text = f"{row['system']} {row['architecture']} {row['notes']}".lower()
+    if "cpu serialize" in text or "cpu-serial" in text:
         return "host"
-    if "before" in said or "checkpoint-engine=false" in said or "tensor by tensor" in said:
+    if "before" in text or "checkpoint-engine=false" in text or "tensor by tensor" in text:
         return "tensors"
-    if "mooncake" in said or "h2d" in said or row["system"].startswith("checkpoint-engine"):
+    if "mooncake" in text or "h2d" in text or row["system"].startswith("checkpoint-engine"):
         return "pipeline"
-    if "reshard" in said or "xfer" in said or "nixl gpu rdma" in said or row["system"] == "NeMo RL checkpoint-engine":
+    if "reshard" in text or "xfer" in text or "nixl gpu rdma" in text or row["system"] == "NeMo RL checkpoint-engine":
         return "reshard"
-    return "ipc" if "co-located" in said or "ipc" in said.split() else "broadcast"
+    return "ipc" if "co-located" in text or "ipc" in text.split() else "broadcast"
 
 
 def sync_seconds(row: Row) -> float:

@@ -33,10 +33,10 @@ def said_layout(row: Row) -> GenerationLayout | None:
 def engines(row: Row, constants: Constants) -> Iterator[Replica]:
     """The replica as the source cuts it, or as it could be cut where the source is silent."""
     model, where = shape(row), machine(row)
-    kind, said = dtype(row, model), said_layout(row)
+    kind, stated = dtype(row, model), said_layout(row)
     tensorrt = row["system"].lower().replace("-", "").startswith(("tensorrt", "trtllm"))
     cache = "fp8" if kind in ("fp8", "fp4") and tensorrt else "bf16"
-    for layout in [said] if said else generation_layouts(Workload(model, response=1), where):
+    for layout in [stated] if stated else generation_layouts(Workload(model, response=1), where):
         layout.check(model)
         if layout.devices > where.devices:
             raise Unplannable(f"a replica of {layout} takes {layout.devices} devices, and there are {where.devices}")
@@ -81,9 +81,9 @@ def tpot(row: Row, constants: Constants) -> Answer:
     if response < 2:
         raise Unplannable(f"a response of {response:g} tokens has no time between tokens")
     # Concurrency is of the whole server; replicas beside one another share it.
-    asked = required(row, "batch", "concurrency") / replicas(engine)
+    concurrency = required(row, "batch", "concurrency") / replicas(engine)
     # What the cache has no room for waits outside, and its time is no time between tokens.
-    sequences = max(1.0, min(asked, room(engine, prompt, response)))
+    sequences = max(1.0, min(concurrency, room(engine, prompt, response)))
     seconds = per_token(engine, sequences, prompt, response)
     target = ("TPOT, experts" if engine.model.experts else "TPOT, dense") if row["metric"] == "tpot" else ""
     scale = 1.0 if row["unit"] == "s" else 1e3
@@ -114,8 +114,8 @@ def serving_rate(row: Row, constants: Constants) -> Answer:
     for engine in engines(row, constants):
         most = room(engine, prompt, response)
         if most >= 1:
-            asked = number(row, "batch")
-            found.append(rate(engine, min(most, asked / replicas(engine) if asked else SATURATED), prompt, response))
+            batch = number(row, "batch")
+            found.append(rate(engine, min(most, batch / replicas(engine) if batch else SATURATED), prompt, response))
     where = machine(row)
     if not found:
         raise Unplannable(f"{row['model']} does not fit in {where.name}")

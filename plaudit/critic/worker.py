@@ -262,9 +262,9 @@ class CriticWorker(SocketWorker[frames.Frame]):
                 self._waiting.append(frame)
             case frames.Cancel():
                 # Values of a cancelled call are skipped; an update is always made.
-                gone = set(frame.ids)
+                cancelled = set(frame.ids)
                 self._waiting = deque(
-                    f for f in self._waiting if f.id not in gone or not isinstance(f, frames.Evaluate)
+                    f for f in self._waiting if f.id not in cancelled or not isinstance(f, frames.Evaluate)
                 )
             case _:
                 raise ValueError(f"unexpected frame {type(frame).__name__} for a critic's worker")

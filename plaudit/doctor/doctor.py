@@ -31,27 +31,27 @@ class Probe:
     """
 
     process: subprocess.Popen[bytes]
-    said: IO[bytes]
-    complained: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
     late: bool = False
     lines: tuple[bytes, ...] = ()
     why: str = ""
 
     @classmethod
     def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Probe:
-        said, complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the probe)
+        stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the probe)
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=said, stderr=complained,
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             env={**os.environ, **(environment or {})}, start_new_session=True,
         )  # fmt: skip
-        return cls(process, said, complained)
+        return cls(process, stdout, stderr)
 
     def close(self) -> None:
-        with self.said, self.complained:
-            self.said.seek(0)
-            self.lines = tuple(line for line in self.said.read().splitlines(keepends=True) if line.endswith(b"\n"))
-            self.complained.seek(0)
-            words = self.complained.read().decode(errors="replace").strip().splitlines()
+        with self.stdout, self.stderr:
+            self.stdout.seek(0)
+            self.lines = tuple(line for line in self.stdout.read().splitlines(keepends=True) if line.endswith(b"\n"))
+            self.stderr.seek(0)
+            words = self.stderr.read().decode(errors="replace").strip().splitlines()
         self.why = words[-1] if words else f"ended with code {self.process.returncode}"
 
 
@@ -92,14 +92,14 @@ def _local(names: Sequence[str], seconds: float) -> Iterator[Finding]:
     quick = {name: Probe.start("plaudit.doctor.probe", name) for name in names if name != "devices"}
     finish(list(quick.values()), seconds)
     for name, probe in quick.items():
-        yield from _told(name, probe, seconds)
+        yield from _results(name, probe, seconds)
     if "devices" in names:  # torch takes seconds to import: the other findings are reported before
         probe = Probe.start("plaudit.doctor.probe", "devices")
         finish([probe], seconds)
-        yield from _told("devices", probe, seconds)
+        yield from _results("devices", probe, seconds)
 
 
-def _told(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
+def _results(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
     yield from (Finding.of(line) for line in probe.lines)
     if probe.late:
         yield failed(name, f"no answer within {seconds:g} s", "check what hangs there, or raise --timeout")
@@ -122,9 +122,9 @@ def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
             }  # fmt: skip
         finish(list(probes.values()), seconds)
     for rank, probe in probes.items():
-        said = [json.loads(line) for line in probe.lines]
-        yield from (Finding(**finding) for each in said for finding in each.get("findings", ()))
-        stages = [each["stage"] for each in said]
+        lines = [json.loads(line) for line in probe.lines]
+        yield from (Finding(**finding) for each in lines for finding in each.get("findings", ()))
+        stages = [each["stage"] for each in lines]
         done = stages[-1:] == ["done"]
         if probe.late and not done:
             cure = "check the machines' network (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or raise --timeout"

@@ -1,8 +1,8 @@
-"""A model read in part: what a rank does not keep is never read into memory.
+"""Loads a part of a model, without reading what a rank does not keep.
 
-A model is made on the meta device first, where it takes no memory (`Outline`). Whoever knows what a rank keeps takes
-modules out of it or makes them smaller, and says where the smaller ones lie in the stored tensors (`Cut`). `fill` then
-reads just that, one tensor at a time.
+A model is made on the meta device first, where it takes no memory (`Outline`). The caller, who knows what a rank keeps,
+removes modules or makes them smaller, and gives the ranges of the smaller ones in the stored tensors (`Cut`). `fill`
+then reads just these, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from plaudit.models.quiet import quiet
 from plaudit.models.weights import Cut
 
 Read = Callable[[str, Cut | None], Tensor]
-"""The tensor of a name, or what is kept of it, in memory of its own."""
+"""Returns the tensor of a name, or its kept part, in new memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model without its weights, which are known to be there."""
+    """A model on the meta device, whose weights are known to exist in its files."""
 
     module: nn.Module
     stored: Mapping[str, weights.Readable]
-    """By the names that the module has for them."""
+    """By their names in the module."""
     tokenizer: PreTrainedTokenizerFast
     path: Path
     kind: Kind
     new: frozenset[str] = frozenset()
-    """The names of a head that no file has."""
+    """The names of a head that is in no file."""
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        """From its file, and no more of it than the cut."""
+        """Read a tensor from its file, and no more of it than the cut."""
         if name not in self.stored:
             raise ModelError(
-                f"{self.path} keeps {name!r} in another form, which cannot be read in part: load it and save it again "
+                f"{self.path} stores {name!r} in another form, which cannot be read in part: load it and save it again "
                 "with transformers, or set tensor_parallel = 1 and pipeline_parallel = 1"
             )
         return self.stored[name].read(*([] if cut is None else [cut]))
 
     @property
     def readable(self) -> bool:
-        """Whether its tensors can be read in part; else some are fused or split when they are loaded."""
+        """Whether its tensors can be read in part; if not, some are fused or split on loading."""
         tied: Mapping[str, str] = getattr(self.module, "all_tied_weights_keys", {})
         names = {tied.get(name, name) for name in self.module.state_dict()}
         return names - self.new <= self.stored.keys()
 
     @property
     def plain(self) -> bool:
-        """Whether the files have its tensors as the module does."""
+        """Whether the files have the same tensors as the module."""
         return self.readable and all(isinstance(at, weights.Stored) for at in self.stored.values())
 
     def files(self, module: nn.Module) -> set[Path]:
-        """Those that the weights of a part come from."""
+        """The files of the weights of a part."""
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
         sources = (tied.get(name, name) for name in module.state_dict())
         return {file for name in sources for file in self.stored[name].files}
@@ -74,8 +74,8 @@ class Outline:
 def outline(
     path: str | Path, dtype: str = "float32", device: str = "cpu", kind: Kind | None = None, labels: int | None = None
 ) -> Outline:
-    """Whatever the directory holds, checked as `load_any` checks it; or a model of a kind. One that scores, with so
-    many `labels`, or gives values, can be made of any: its head is then new, and without weights."""
+    """The model of a directory, checked as in `load_any`; or a model of a kind. One that scores, with so many `labels`,
+    or a value model can be made from any: its head is then new, and without weights."""
     directory = catalog.resolve(path)
     seen = examine(directory, dtype, device)
     if kind == "policy" and seen.kind != kind:
@@ -88,7 +88,7 @@ def outline(
             module = AUTO[kind].from_config(seen.config, trust_remote_code=False)
     stored = weights.renamed(module, seen.stored)[0]
     new: set[str] = set()
-    if kind in LABELS and other:  # the files may have a head of that name, which is another one
+    if kind in LABELS and other:  # the files may have another head of that name
         new = {name for head in heads_of(module) for name in module.state_dict() if name.startswith(f"{head}.")}
         stored = {name: at for name, at in stored.items() if name not in new}
     if "value" in (kind, seen.kind):
@@ -99,7 +99,7 @@ def outline(
         else:
             new = {"score.weight"}
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])  # and not the buffers, which keep their own
+        parameter.data = parameter.data.to(DTYPES[dtype])  # buffers keep their dtype
     seen.config.dtype = DTYPES[dtype]
     if (kind or seen.kind) == "policy" and (directory / GENERATION_CONFIG_NAME).is_file():
         with quiet():
@@ -110,7 +110,7 @@ def outline(
 
 
 def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) -> None:
-    """Give a module on the meta device its weights, in place, on a device. Those of an adapter, which no file has, are
+    """Load the weights of a module on the meta device, in place, onto a device. An adapter's, which are in no file, are
     zeros."""
     compute_buffers(module, device)
     tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
@@ -120,7 +120,7 @@ def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) ->
         if source not in filled:
             if ".lora_" in source:
                 tensor = torch.zeros_like(blank, device=device)
-            else:  # as the layer is called where it has no adapter
+            else:  # the name in a layer without an adapter
                 tensor = read(source.replace(".base_layer.", "."), cuts.get(source)).to(device, blank.dtype)
             if tensor.shape != blank.shape:
                 raise ModelError(f"{source!r} has shape {list(tensor.shape)}, expected {list(blank.shape)}")
@@ -131,7 +131,7 @@ def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) ->
 
 
 def compute_buffers(module: nn.Module, device: str) -> None:
-    """Angles and scales that no file has: transformers computes them anew where it initialises weights."""
+    """Compute buffers that are in no file, such as angles and scales, as transformers does on initialising weights."""
     base: Any = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
     saved = module.state_dict().keys()
     for home, part in module.named_modules():

@@ -28,13 +28,13 @@ BITS = {
 }  # fmt: skip
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STACKINGS = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
-"""What transformers does to make one tensor of those of all experts: the ways that `Stacked` reads it."""
-HEADER_LIMIT = 100_000_000  # the safetensors library's own bound
+"""The operations of transformers that stack all experts in one tensor, and that `Stacked` can read."""
+HEADER_LIMIT = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a tensor: start .. end - 1 along one dimension."""
+    """The part of a tensor from start to end - 1 along one dimension."""
 
     dim: int
     start: int
@@ -45,7 +45,7 @@ class Cut:
 
 
 class Readable(Protocol):
-    """A tensor that lies in files, as it is or in another form."""
+    """A tensor in one or several files, as it is or in another form."""
 
     @property
     def file(self) -> Path: ...
@@ -66,15 +66,15 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Its first byte in the file."""
+    """The offset of its first byte in the file."""
 
     @property
     def files(self) -> set[Path]:
         return {self.file}
 
     def read(self, *cuts: Cut) -> Tensor:
-        """What the cuts leave of it, one after the other, in memory of its own. File pages that were passed over are
-        nobody's memory."""
+        """The part that the cuts leave, applied in order, in new memory. File pages outside of it use no memory of the
+        process."""
         if self.dtype not in TORCH:
             raise ModelError(f"{self.file}: a tensor has dtype {self.dtype}; known: {', '.join(TORCH)}")
         if not math.prod(self.shape):
@@ -87,8 +87,8 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The weights of a layer's experts, which a module has in one tensor and files have expert by expert: `parts` of
-    each, that follow each other along the second dimension of the whole (gate and up)."""
+    """The weights of a layer's experts, one tensor in the module and separate tensors in the files: the `parts` of each
+    expert are consecutive along the second dimension of the whole (gate and up)."""
 
     parts: tuple[tuple[Readable, ...], ...]
 
@@ -110,7 +110,7 @@ class Stacked:
         return {part.file for expert in self.parts for part in expert}
 
     def read(self, *cuts: Cut) -> Tensor:
-        """As of `Stored`: no more of the files than that."""
+        """As in `Stored`: reads no more of the files than that."""
         ranges = [(0, size) for size in self.shape]
         for cut in cuts:
             first = ranges[cut.dim][0]
@@ -191,8 +191,8 @@ def _refuse(directory: Path, verb: str, names: Iterable[str], ignored: Iterable[
 
 
 def renamed(module: nn.Module, stored: Mapping[str, Readable]) -> tuple[dict[str, Readable], set[str]]:
-    """Names as transformers will use them. Of tensors that it makes of others, experts can be read so; the rest come
-    back as names only."""
+    """Tensors by the names that transformers will use. Of tensors that it makes from others, stacked experts can be
+    read; the others are returned as names only."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -219,7 +219,7 @@ def renamed(module: nn.Module, stored: Mapping[str, Readable]) -> tuple[dict[str
 def _stacked(
     name: str, tensors: Mapping[str, Readable], converters: Iterable[Any], shape: Sequence[int]
 ) -> Stacked | None:
-    """None where transformers does something else with them."""
+    """The stacked experts, or None where transformers converts the tensors otherwise."""
     for converter in converters:
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
         if steps not in STACKINGS or converter.target_patterns[0] not in name:
@@ -238,7 +238,7 @@ def _stacked(
 
 
 def _siblings(name: str, converters: Iterable[Any], expected: Mapping[str, Any]) -> set[str]:
-    """A converter with several targets is named by its first: the others come from the same tensor."""
+    """The other targets of a converter with several: it is named by the first, and all come from the same tensors."""
     siblings: set[str] = set()
     for converter in converters:
         first, *others = converter.target_patterns

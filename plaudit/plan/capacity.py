@@ -118,7 +118,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of the service."""
+    """The load and latency required of the service."""
 
     question: Question
     """Its workload has the model and the lengths; its clusters the accelerators."""

@@ -81,7 +81,7 @@ class Market:
     question: Question
     """About the first accelerator; the others differ in hardware alone."""
     chips: tuple[Accelerator, ...]
-    """With a price of the kind that is asked for."""
+    """Those with a price of the requested kind."""
     silent: tuple[str, ...]
     """Accelerators that have none."""
     goal: str

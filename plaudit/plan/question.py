@@ -1,4 +1,4 @@
-"""What `plaudit plan` is asked, and the whole answer to it."""
+"""The question of a `plaudit plan` call, and its whole answer."""
 
 from __future__ import annotations
 
@@ -270,8 +270,8 @@ class Outcome:
 class NothingFits(ConfigError):
     """The answer is no, with the numbers that say why."""
 
-    def __init__(self, told: str, outcome: Outcome) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, outcome: Outcome) -> None:
+        super().__init__(message)
         self.outcome = outcome
 
 

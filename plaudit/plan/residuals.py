@@ -31,7 +31,7 @@ FAMILIES = {
     "Blackwell": ("B200", "B300", "GB200", "GB300", "RTX PRO 6000"), "CDNA": ("MI3",), "TPU": ("TPU",),
 }  # fmt: skip
 FEWEST = 5
-"""Rows below which the neighbours are asked too."""
+"""Rows below which neighbouring cells are used too."""
 COLUMNS = ("kind", "family", "model", "placement", "error")
 
 

@@ -89,13 +89,13 @@ def check_sweep(options: PlanOptions) -> None:
         raise ConfigError(f"unknown sweep {options.sweep!r}; {nearest(options.sweep, SWEEPS)}")
     if options.sweep and options.utilisation:
         raise ConfigError("--sweep and --utilisation are two tables: ask for one at a time")
-    asked = "--sweep" if options.sweep else "--utilisation"
+    flag = "--sweep" if options.sweep else "--utilisation"
     others = {"--budget": options.budget, "--deadline": options.deadline, "--goal": options.goal,
               "--explain": options.explain, "--page": options.page,
               "--generation-hardware": options.generation_hardware}  # fmt: skip
     for name, value in others.items():
         if value is not None:
-            raise ConfigError(f"{asked} is a table of its own: leave out {name}")
+            raise ConfigError(f"{flag} is a table of its own: leave out {name}")
 
 
 def sweep(question: Question, hardware: str | None) -> Sweep:

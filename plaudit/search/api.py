@@ -81,7 +81,7 @@ def search(
         parsed = [
             question(i, row, recipe.data, opened.tokenizer, f"question {i + 1}") for i, row in enumerate(rows)
         ]  # fmt: skip
-        choice = opened.settle(parsed) if recipe.search.method == "auto" else None
+        choice = opened.choose_method(parsed) if recipe.search.method == "auto" else None
         kept = [] if choice is None else choice.kept
         over = {outcome.question.index for outcome in kept}
         outcomes = [*kept, *opened.run(each for each in parsed if each.index not in over)]

@@ -65,13 +65,13 @@ def choose(recipe: SearchRecipe, questions: Sequence[Question], searched: Search
     if table.ground is not None:
         advice = advise(table.ground, table.width)
         return Chosen(advice.method, advice.why, cell=advice.cell)
-    asked = [question for question in questions if question.truth is not None][: table.pilot]
-    if not asked:
+    pilot_questions = [question for question in questions if question.truth is not None][: table.pilot]
+    if not pilot_questions:
         raise ConfigError(
             'search.method = "auto" needs questions with correct answers, but none has one: set their key '
             "(data.truth), or set search.ground with steps, accuracy and auc, or set a method"
         )
-    plain = searched(following(recipe, BEST_OF_N), asked)
+    plain = searched(following(recipe, BEST_OF_N), pilot_questions)
     ground = measured(plain, reading)
     if not ground.pairs:
         why = f"no question of the pilot has both right and wrong responses ({ground.accuracy:.0%} right): no AUC"
@@ -84,7 +84,7 @@ def choose(recipe: SearchRecipe, questions: Sequence[Question], searched: Search
     )
     if advice.method == BEST_OF_N:
         return Chosen(BEST_OF_N, why, ground, advice.cell, kept=plain)
-    tree = searched(following(recipe, advice.method), asked)
+    tree = searched(following(recipe, advice.method), pilot_questions)
     ours, theirs = (sum(outcome.right is True for outcome in each) for each in (tree, plain))
     why += f"; on the pilot's questions {advice.method} has {ours} right and best-of-n {theirs}"
     if ours >= theirs:

@@ -19,7 +19,7 @@ from plaudit.config.prompting import SamplingTable
 from plaudit.config.search import BudgetTable, RolloutSearchTable, SearchRecipe
 from plaudit.errors import ConfigError
 from plaudit.records import ItemError, Prompt, Sample
-from plaudit.search.backends.policy import Ask, Ended, Step
+from plaudit.search.backends.policy import Ended, Step, StepRequest
 from plaudit.search.backends.scoring import open_scorer
 from plaudit.search.backends.step_text import StepText
 from plaudit.search.drivers.methods import new_driver
@@ -108,11 +108,13 @@ class Writer:
         self._text = StepText(tokenizer)
         self.parts: dict[tuple[int, ...], Sample] = {}
 
-    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        prompts = [[*ask.prompt, *ask.response_ids] for ask in asks]
-        params = [replace(sampling_params(self._left(ask), ask.count, ""), seed=ask.seed) for ask in asks]
+    def extend(self, requests: Sequence[StepRequest]) -> list[list[Step]]:
+        prompts = [[*request.prompt, *request.response_ids] for request in requests]
+        params = [
+            replace(sampling_params(self._left(request), request.count, ""), seed=request.seed) for request in requests
+        ]
         samples = iter(self.engine.generate(prompts, params))
-        return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
+        return [[self._step(request, next(samples)) for _ in range(request.count)] for request in requests]
 
     def release(self, places: Sequence[Any]) -> None:
         """Does nothing: the engine may be in another process, and evicts least recently used entries itself."""
@@ -120,21 +122,21 @@ class Writer:
     def close(self) -> None:
         """Does nothing: the engine belongs to the run."""
 
-    def _left(self, ask: Ask) -> SamplingTable:
-        return self.stepping.model_copy(update={"max_tokens": self.table.max_tokens - len(ask.response_ids)})
+    def _left(self, request: StepRequest) -> SamplingTable:
+        return self.stepping.model_copy(update={"max_tokens": self.table.max_tokens - len(request.response_ids)})
 
-    def _step(self, ask: Ask, sample: Sample) -> Step:
-        text = self._text(ask.response_ids, ask.text, sample.token_ids)
+    def _step(self, request: StepRequest, sample: Sample) -> Step:
+        text = self._text(request.response_ids, request.text, sample.token_ids)
         ended: Ended = "length"
         if sample.finish_reason == "stop" and self.table.step in text:
             # An empty step is the end of a response: it has nothing to score.
-            whole = len(ask.response_ids) + len(sample.token_ids) < self.table.max_tokens
+            whole = len(request.response_ids) + len(sample.token_ids) < self.table.max_tokens
             ended = "step" if whole and text.replace(self.table.step, "").strip() else "length"
-        elif sample.finish_reason == "stop" and (ask.text + text).strip():
+        elif sample.finish_reason == "stop" and (request.text + text).strip():
             ended = "end"
         cut = ended == "length" and sample.finish_reason == "stop" and self.table.step in text
         part = replace(sample, finish_reason="length") if cut else sample
-        self.parts.setdefault((*ask.prompt, *ask.response_ids, *sample.token_ids), part)
+        self.parts.setdefault((*request.prompt, *request.response_ids, *sample.token_ids), part)
         if sample.finish_reason in ("abort", "error"):
             return Step(sample.token_ids, text, error=f"generation ended with finish_reason {sample.finish_reason}")
         return Step(sample.token_ids, text, ended, sum(sample.raw_logprobs) / max(1, len(sample.token_ids)))

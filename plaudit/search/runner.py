@@ -19,7 +19,7 @@ from plaudit.config.search import SearchRecipe
 from plaudit.errors import PlauditError
 from plaudit.search.backends import cluster
 from plaudit.search.backends.embedding import Embedder
-from plaudit.search.backends.policy import Ask, Policy, Step
+from plaudit.search.backends.policy import Policy, Step, StepRequest
 from plaudit.search.backends.scored import Path, Scored, Scorer
 from plaudit.search.drivers.driver import Driver, Expand
 from plaudit.search.drivers.lookahead import look_ahead
@@ -131,9 +131,9 @@ class Runner:
     def _expand(self, going: Sequence[tuple[_Open, list[Expand]]]) -> None:
         if not going:
             return
-        asks = [self._ask(searched, e) for searched, expansions in going for e in expansions]
+        requests = [self._step_request(searched, e) for searched, expansions in going for e in expansions]
         began = time.perf_counter()
-        steps = iter(self.policy.extend(asks))
+        steps = iter(self.policy.extend(requests))
         self.phases["generate"] += time.perf_counter() - began
         made = [(s, [node for e in expansions for node in self._add(s, e, next(steps))]) for s, expansions in going]
         self._score(made)
@@ -145,12 +145,12 @@ class Runner:
             if self._on_round is not None:
                 self._on_round(searched.driver)
 
-    def _ask(self, searched: _Open, expand: Expand, greedy: bool = False) -> Ask:
+    def _step_request(self, searched: _Open, expand: Expand, greedy: bool = False) -> StepRequest:
         tree, trail = searched.tree, searched.trails.of(expand.node)
         response_ids = trail.ids[len(tree.prompt_ids) :]
         seed = trail.seed(tree.drawn(expand.node))
         place = searched.written.get(expand.node)
-        return Ask(tree.prompt_ids, tree.prompt, response_ids, trail.text, expand.count, seed, greedy, place)
+        return StepRequest(tree.prompt_ids, tree.prompt, response_ids, trail.text, expand.count, seed, greedy, place)
 
     def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:
         tree, costs, nodes = searched.tree, searched.driver.costs, []
@@ -234,9 +234,9 @@ class Runner:
     def _look_ahead(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
         """Scores open leaves after a few greedy steps, which are discarded but count as cost."""
         leaves = [(s, n) for s, nodes in made for n in nodes if n.twin == n.id and n.state == "open"]
-        asks = [self._ask(searched, Expand(node.id, 1), greedy=True) for searched, node in leaves]
+        requests = [self._step_request(searched, Expand(node.id, 1), greedy=True) for searched, node in leaves]
         paths = [self._path(searched, node) for searched, node in leaves]
-        seen = look_ahead(self.policy, self.scorer, asks, paths, self.recipe.search.lookahead)
+        seen = look_ahead(self.policy, self.scorer, requests, paths, self.recipe.search.lookahead)
         for (searched, node), ahead in zip(leaves, seen, strict=True):
             costs = searched.driver.costs
             costs.calls += ahead.calls
@@ -279,15 +279,15 @@ class Runner:
     def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
         """Release the KV cache of everything that can no longer be expanded: of all, once the search is over."""
         kept = {e.node for e in expansions} | set(searched.driver.live()) if expansions else set()
-        gone = [id for id in searched.scored_tokens if id not in kept]
-        if not gone:
+        closed = [id for id in searched.scored_tokens if id not in kept]
+        if not closed:
             return
         written, judged = searched.written, searched.judged
-        self.policy.release([*searched.spare, *(written.pop(id) for id in gone if id in written)])
-        self.scorer.release([judged.pop(id) for id in gone if id in judged])
+        self.policy.release([*searched.spare, *(written.pop(id) for id in closed if id in written)])
+        self.scorer.release([judged.pop(id) for id in closed if id in judged])
         searched.spare.clear()
-        searched.trails.forget(gone)
-        for id in gone:
+        searched.trails.forget(closed)
+        for id in closed:
             del searched.scored_tokens[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:

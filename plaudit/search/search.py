@@ -62,7 +62,7 @@ class Search:
         self._end()
         self._begin(recipe)
 
-    def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
+    def choose_method(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
         """`method = "auto"`: selects the method for these questions, or uses the one chosen `before`."""
         recipe, reading = self.recipe, AnswerReading(self.recipe.steps)
         try:
@@ -183,7 +183,7 @@ def _recorded(search: Search | SearchWorkers, record: Record, progress: Progress
     spent = _seconds_before(record.directory) if record.resume else 0.0
     began = time.monotonic()
     if search.recipe.search.method == "auto":
-        choice = search.settle(questions, None if record.choice is None else record.choice["method"])
+        choice = search.choose_method(questions, None if record.choice is None else record.choice["method"])
         if record.choice is None:
             record.chose(choice)
     waiting = [question for question in questions if question.index not in record.done]

@@ -104,7 +104,7 @@ class SearchWorkers:
     def use_recipe(self, recipe: SearchRecipe) -> None:
         self.recipe = recipe
 
-    def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
+    def choose_method(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
         """As in Search, with a ground set in the recipe."""
         reading = AnswerReading(self.recipe.steps)
         try:

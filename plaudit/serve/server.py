@@ -226,11 +226,11 @@ class _Server:
         while source.file is not None or tls is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._read_again.wait(), FILES_SECONDS)
-            asked = self._read_again.is_set()
+            requested = self._read_again.is_set()
             self._read_again.clear()
-            if source.file is not None and (await asyncio.to_thread(source.watch.changed) or asked):
+            if source.file is not None and (await asyncio.to_thread(source.watch.changed) or requested):
                 await self._renew("keys", source.read, lambda tables: self._use_keys(tables, keys, admission))
-            if tls is not None and (await asyncio.to_thread(tls.watch.changed) or asked):
+            if tls is not None and (await asyncio.to_thread(tls.watch.changed) or requested):
                 await self._renew("tls", tls.read, lambda _, tls=tls: tls.use())  # type: ignore[misc]
 
     async def _renew(self, what: str, read: Callable[[], T], use: Callable[[T], None]) -> None:

@@ -42,7 +42,7 @@ def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch:
     (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
     probe = Probe.start("hangs")
     finish([probe], 1.0)
-    (finding,) = doctor._told("disk", probe, 1.0)
+    (finding,) = doctor._results("disk", probe, 1.0)
     assert (finding.check, finding.status) == ("disk", "failed")
     assert finding.detail == "no answer within 1 s"
     assert "--timeout" in finding.cure
@@ -52,7 +52,7 @@ def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch:
 def test_a_check_that_breaks_is_a_failure_with_its_last_words() -> None:
     probe = Probe.start("plaudit.doctor.probe", "none")
     finish([probe], 240)
-    (finding,) = doctor._told("none", probe, 240)
+    (finding,) = doctor._results("none", probe, 240)
     assert (finding.status, finding.detail) == ("failed", "the check itself failed: KeyError: 'none'")
 
 

@@ -19,7 +19,7 @@ from plaudit.core import Engine
 from plaudit.errors import RequestRefused
 from plaudit.models import load_any, save
 from plaudit.place.engines.vllm_server import MODEL, VllmServer
-from plaudit.search.backends.policy import Ask
+from plaudit.search.backends.policy import StepRequest
 from plaudit.search.backends.remote import RemotePolicy
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
@@ -96,10 +96,10 @@ def nodes(outcome: Outcome) -> list[tuple[Any, ...]]:
 
 
 class ByText(RemotePolicy):
-    """As to a server that does not tell which tokens it drew."""
+    """As with a server that does not return the sampled tokens."""
 
-    def _openai(self, ask: Ask) -> dict[str, Any]:
-        return {**super()._openai(ask), "return_token_ids": False}
+    def _openai(self, request: StepRequest) -> dict[str, Any]:
+        return {**super()._openai(request), "return_token_ids": False}
 
 
 @pytest.mark.parametrize("method", ["best-of-n", "ets", "mcts"])

@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
 def page(run: Path) -> Iterator[LivePage]:
     page = LivePage(run, Asked())
     yield page
-    page._asked = -2 * SECONDS  # nobody looks on any more
+    page._last_request = -2 * SECONDS  # nobody looks on any more
     page.close()
 
 

@@ -113,7 +113,7 @@ def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
             return self.reply
 
     with Wrong(engine) as server:
-        with pytest.raises(BadReply, match="returned 0 completions where 6 were asked for"):
+        with pytest.raises(BadReply, match="returned 0 completions where 6 were requested"):
             searched(remote(server.url, questions=1))
         Wrong.reply = (200, {"error": "no"})
         with pytest.raises(BadReply, match="returned no completions"):

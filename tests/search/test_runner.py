@@ -115,11 +115,11 @@ def test_kv_tokens_are_what_the_core_holds(monkeypatch: pytest.MonkeyPatch) -> N
     compared = []
 
     class Watched(CorePolicy):
-        def extend(self, asks: Any) -> list[list[Step]]:
-            steps = super().extend(asks)
+        def extend(self, requests: Any) -> list[list[Step]]:
+            steps = super().extend(requests)
             paths = [
                 (*a.prompt, *a.response_ids, *s.tokens[:-1])
-                for a, found in zip(asks, steps, strict=True)
+                for a, found in zip(requests, steps, strict=True)
                 for s in found
             ]
             compared.append((self.engine.stats().tokens_resident, distinct_tokens(paths)))
@@ -168,11 +168,11 @@ class FailingPolicy(CorePolicy):
         super().__init__(engine, steps)
         self.how, self.at, self.round = how, at, 0
 
-    def extend(self, asks: Any) -> list[list[Step]]:
+    def extend(self, requests: Any) -> list[list[Step]]:
         self.round += 1
         if self.round == self.at and self.how == "lost":
             raise ServerError("no steps from http://127.0.0.1:9 in 3 s; see whether it runs")
-        steps = super().extend(asks)
+        steps = super().extend(requests)
         if self.round == self.at and self.how == "empty":
             return [[Step((16,), ";") for _ in found] for found in steps]
         return steps
@@ -219,8 +219,8 @@ def test_a_path_that_ends_behind_a_complete_step_is_finished(method: str, engine
 
 def test_a_response_that_ends_before_its_first_step_has_failed(engine: Engine, scorer: Scorer) -> None:
     class Silent(CorePolicy):
-        def extend(self, asks: Any) -> list[list[Step]]:
-            return [[Step((2,), "", "end")] * ask.count for ask in asks]
+        def extend(self, requests: Any) -> list[list[Step]]:
+            return [[Step((2,), "", "end")] * request.count for request in requests]
 
     asked = recipe("rebase", questions=1)
     search = Search(asked, policy=Silent(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)

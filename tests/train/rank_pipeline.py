@@ -38,7 +38,7 @@ def check(family: str, batches: list[list[Sample]], ranks: Ranks, recompute: boo
         nonlocal most
         responses = pack_responses(batch, torch.device("cpu"))
         out = hidden_of(spread, responses)
-        most = max(most, len(stage._came))
+        most = max(most, len(stage._received))
         if stage.last:
             read = logprobs_and_entropy(Decoder(spread, "causal"), responses, out, 1.0, entropy_grad=True)
             out = loss_of(*read)

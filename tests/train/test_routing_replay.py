@@ -171,7 +171,7 @@ def test_samples_without_experts_are_not_learned_from() -> None:
     module = mixture("qwen3_moe")
     (sample, *_) = drawn(module)
     by = learner(module)
-    with pytest.raises(DataError, match="a sample has no experts: draw samples with it on"):
+    with pytest.raises(DataError, match="a sample has no experts: generate samples with it on"):
         by.logprobs([replace(sample, experts=None)])
     with pytest.raises(DataError, match="it was recorded with another model"):
         by.logprobs([replace(sample, experts=b"12345")])

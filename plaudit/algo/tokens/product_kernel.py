@@ -1,11 +1,11 @@
-"""Products for shapes of which a library gives few rows other bits than many (products.py).
+"""Matrix products for shapes where a library gives few rows other bits than many (products.py).
 
-`fixed_order_product`: its sums have one order, which the shape of the weight alone decides, so a row has the same bits
-whatever rows lie beside it. `few_rows_product`: for few rows, by sums over the inner dimension from beginning to end,
-which is the order of most libraries where they do not split it; it costs what reading the weight does.
+`fixed_order_product`: the order of its sums depends only on the shape of the weight, so a row has the same bits
+whatever rows are computed with it. `few_rows_product`: for few rows, sums over the inner dimension from beginning to
+end, which is the order of most libraries where they do not split it; it takes the time of reading the weight.
 
-A weight with few columns, as an adapter's, would leave most of a GPU idle: its inner dimension is cut into segments of
-one length, each summed by a program of its own, and the segments are added up in order.
+A weight with few columns, such as an adapter's, would leave most of a GPU idle: its inner dimension is split into
+segments of equal length, each summed by its own program, and the segments are added in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from plaudit.algo.tokens.early_launch import after_previous, early
 
 ROWS, COLUMNS, INNER = 32, 64, 64
-NARROW = 128  # columns up to which the inner dimension is cut
+NARROW = 128  # columns up to which the inner dimension is split
 SEGMENT = 512
-FEW = 64  # rows of a product that is bound by reading its weight
-SOME = 128  # rows up to which this takes less time than a library does for the rows that it needs for equal bits
-WIDE = 4608  # columns from which on strips of the narrowest kind are more than a large GPU runs at once
-RESERVED = 4096  # bytes of shared memory that a program has besides its pieces, at most
+FEW = 64  # rows up to which a product is bound by reading its weight
+SOME = 128  # rows up to which this is faster than a library padded to equal bits
+WIDE = 4608  # columns from which the narrowest strips are more than a large GPU runs at once
+RESERVED = 4096  # maximum bytes of shared memory that a program uses besides its tiles
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _few_rows(
     if BIAS:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
     out = total.to(dtype)
-    if GATED:  # rounded where a kernel for the gate alone rounds
+    if GATED:  # rounded where a separate kernel for the gate rounds
         wide = out.to(tl.float32)
         out = (wide / (1.0 + tl.exp(-wide))).to(dtype) * other.to(dtype)
     at = y + row[:, None].to(tl.int64) * columns + column[None, :]
@@ -131,8 +131,8 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def few_rows_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list[Tensor]:
-    """The same with up to three weights, in one launch. Narrow strips of the weights, each read in long pieces: so all
-    of a GPU reads at once."""
+    """The same with up to three weights, in one launch. Programs read narrow strips of the weights in long pieces, so
+    that the whole GPU reads at once."""
     outs = [torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device) for weight in weights]
     _launch(x, weights, biases, outs, gated=False)
     return outs
@@ -146,7 +146,7 @@ def few_rows_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Tiles(NamedTuple):
-    """Columns of a strip, rows and inner numbers that a program takes at a time."""
+    """The columns of a strip, and the rows and inner elements that a program processes at a time."""
 
     strip: int
     height: int
@@ -156,7 +156,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(rows: int, columns: int, gated: bool, shared: int) -> Tiles:
-    """Of those that were tried on an H200 (benchmarks/few_rows_gpu.py) about the fastest, in so much shared memory."""
+    """About the fastest tiles of those measured on an H200 (benchmarks/few_rows_gpu.py) that fit in shared memory."""
     height = 16 if rows <= 16 else FEW
     narrow = columns * triton.cdiv(rows, height) <= WIDE
     strip = 64 if gated else (16 if narrow else 32) if height == 16 else (32 if narrow else 64)
@@ -167,7 +167,7 @@ def tiles_for(rows: int, columns: int, gated: bool, shared: int) -> Tiles:
 
 @cache
 def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; on a CPU as many as on every GPU since Ampere."""
+    """Maximum bytes of shared memory of a program; on a CPU the value of every GPU since Ampere."""
     if device.type != "cuda":
         return 96 * 1024
     most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

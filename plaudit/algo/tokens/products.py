@@ -1,11 +1,11 @@
-"""Products whose rows do not depend on how many rows there are.
+"""Batch-invariant matrix products: a row's bits do not depend on the number of rows.
 
-For few rows a library may take another kernel, or split the inner dimension to have work for a whole GPU, and then it
-sums in another order: a token that is decoded with seven others would differ in its last bits from the same token in a
-learner's batch. Each shape of a product is tried once on the device at hand, over a grid of row counts; where few rows
-differ from many, they are padded to as many as no longer do. On a GPU very few rows take a product of our own in place
-of that, if the trial shows that it gives them the bits of many. Where padding would need too many, as for the narrow
-matrices of adapters, a GPU takes another product of our own for all. Nothing is assumed about a library's version.
+For few rows a library may use another kernel, or split the inner dimension to occupy a whole GPU, and then it sums in
+another order: a token decoded with seven others would differ in its last bits from the same token in a learner's batch.
+Each shape of a product is tested once on the device, over a grid of row counts; where few rows differ from many, they
+are padded to a count that does not. On a GPU very few rows use a product of our own instead, if the test shows that it
+gives them the bits of many. Where too much padding would be needed, as for the narrow matrices of adapters, a GPU uses
+another product of our own for all rows. Nothing is assumed about a library's version.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.overrides import TorchFunctionMode
 HALF = (torch.float16, torch.bfloat16)
 ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 2048, 4096)
 MANY = 8192
-MANY_ELEMENTS = 1 << 28  # of the result: of a wide product fewer rows count as many
-MOST = 512  # rows that few are padded to: more would cost more than it is worth
-NEVER = 0  # no number of rows is enough
+MANY_ELEMENTS = 1 << 28  # elements of the result: for a wide product fewer rows count as many
+MOST = 512  # maximum rows to pad to: more would cost too much
+NEVER = 0  # no number of rows suffices
 CPU_ROWS = (*range(1, 34), 48, 63, 64, 65, 100, 128, 200, 256)
 CPU_MANY, CPU_MOST = 512, 24
-CPU_WIDTH = 1024  # columns that are tried: a sum does not depend on how many there are beyond
+CPU_WIDTH = 1024  # columns tested: further ones do not change a sum
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _LEAST: dict[tuple[Any, ...], int] = {}
 _AGREE: dict[tuple[Any, ...], bool] = {}
-_FEW: dict[tuple[Any, ...], int] = {}  # up to how many rows the product for few has the bits of many; 0 if it has not
+_FEW: dict[tuple[Any, ...], int] = {}  # rows up to which the product for few has the bits of many, or 0
 
 
 class SteadyProducts(TorchFunctionMode):
-    """Within it `F.linear` is steady: of half-precision rows on a GPU, and of float32 rows on a CPU. So is `topk` on a
-    GPU, where torch takes another way with other sizes: of equal values it takes the first. `also_wide`: and products
-    of float32 rows on a GPU, as routers in models of half precision have them."""
+    """A mode in which `F.linear` is batch-invariant, for half-precision rows on a GPU and float32 rows on a CPU. So is
+    `topk` on a GPU, where torch's algorithm depends on the size: of equal values the first is chosen. `also_wide`: also
+    products of float32 rows on a GPU, such as those of routers in half-precision models."""
 
     def __init__(self, also_wide: bool = False) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ def _first_of_equals(x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_library(weight: Tensor) -> None:
-    """On an ARM CPU torch gives float32 products to oneDNN, which prepares a kernel at every call: small ones take
-    up to twelve times as long as by the BLAS that torch brings, large ones as long. Where the CPU has no bfloat16
-    arithmetic, which is what oneDNN is there for, this process does without it."""
+    """Turn oneDNN off on ARM CPUs without bfloat16 arithmetic. There torch passes float32 products to oneDNN, which
+    prepares a kernel at every call: small products take up to twelve times as long as with torch's BLAS, large ones as
+    long."""
     if platform.machine() != "aarch64" or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -78,7 +78,7 @@ def choose_library(weight: Tensor) -> None:
 
 
 def needs_steadying(rows: int, device: torch.device) -> bool:
-    """Whether products of so many rows may be another kernel's."""
+    """Whether products of so many rows may use another kernel than products of many."""
     return device.type == "cuda" or rows < CPU_MOST
 
 
@@ -106,16 +106,16 @@ def steady(
     x: Tensor, weight: Tensor, product: Product, *kind: object, own: Callable[[Tensor], Tensor] | None = None,
     few: Product | None = None,
 ) -> Tensor:  # fmt: skip
-    """`product` of x (..., K) with a weight (N, K); `kind` tells it from others with weights of that shape. Each row
-    has the bits that it has among many rows. `own`: the same by a product whose rows never differ. `few`: the same of
-    few rows, if the trial finds that it has the bits of many; it has no gradients."""
+    """`product` of x (..., K) with a weight (N, K), in which each row has the same bits as among many rows. `kind`
+    distinguishes products with weights of the same shape. `own`: a product that is always batch-invariant. `few`: a
+    product for few rows, used if the test finds that it has the bits of many; it has no gradients."""
     count = x.numel() // x.shape[-1]
     if not needs_steadying(count, x.device):
         return product(x, weight)
     key = (weight.shape, weight.dtype, weight.device, *kind)
     if key not in _LEAST:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"a product with a weight of {tuple(weight.shape)} was not tried before the capture")
+            raise RuntimeError(f"a product with a weight of {tuple(weight.shape)} was not tested before the capture")
         if x.is_cuda:
             least = _least_rows(weight, product, own is not None)
             _FEW[key] = _most_few_rows(weight, product, few) if least > 1 and few is not None else 0
@@ -137,7 +137,7 @@ def steady(
 class _FixedOrder(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from plaudit.algo.tokens.product_kernel import fixed_order_product  # brings triton
+        from plaudit.algo.tokens.product_kernel import fixed_order_product  # imports triton
 
         ctx.save_for_backward(x, weight)
         return fixed_order_product(x, weight, bias)
@@ -158,19 +158,19 @@ def _in_fixed_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from plaudit.algo.tokens.product_kernel import few_rows_product  # brings triton
+    from plaudit.algo.tokens.product_kernel import few_rows_product  # imports triton
 
     return few_rows_product(x, weight, bias)
 
 
 def least_rows(parts: Iterable[nn.Module]) -> int:
-    """From how many rows on those of all products among these parts have the bits of many; on a CPU, in float32."""
+    """The number of rows from which all products of these parts have the bits of many; on a CPU, in float32."""
     shapes = {(part.weight.shape, part.bias is not None) for part in parts if isinstance(part, nn.Linear)}
     return max((_least_rows_cpu(shape, bias) for shape, bias in shapes), default=1)
 
 
 def _least_rows(weight: Tensor, product: Product, has_own: bool) -> int:
-    """From how many rows on each row has the bits that it has among many. Where that would be too many: NEVER, if there
+    """The number of rows from which each row has the bits that it has among many. If that is too many: NEVER if there
     is another product, else 1."""
     width, inner = weight.shape
     like = _like(weight)
@@ -188,8 +188,7 @@ def _least_rows(weight: Tensor, product: Product, has_own: bool) -> int:
 
 
 def _like(weight: Tensor) -> Tensor:
-    """Random weights of this shape, for those of zeros, as an adapter's first ones, would prove nothing; a very large
-    weight itself."""
+    """Random weights of this shape, since zeros, as in a new adapter, would prove nothing; a large weight itself."""
     if weight.numel() > MANY_ELEMENTS:
         return weight
     generator = torch.Generator(weight.device).manual_seed(1)
@@ -211,13 +210,13 @@ def _most_few_rows(weight: Tensor, product: Product, few: Product) -> int:
 def few_rows_agree(
     weights: Sequence[Tensor], biases: Sequence[Tensor] | None, gate: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> bool:
-    """Whether few rows by one launch for all these weights (`gate`: for two of them, whose products it joins) have the
-    bits that they have among many by the library's products. Tried once for these shapes."""
+    """Whether few rows in one launch for all these weights (`gate`: for two weights, whose products are combined) have
+    the bits that they have among many in the library's products. Tested once for these shapes."""
     first = weights[0]
     key = (*(weight.shape for weight in weights), biases is not None, gate is not None, first.dtype, first.device)
     if key not in _AGREE:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"products with weights of {key[: len(weights)]} were not tried before the capture")
+            raise RuntimeError(f"products with weights of {key[: len(weights)]} were not tested before the capture")
         _AGREE[key] = _few_rows_agree([_like(weight).roll(i, 0) for i, weight in enumerate(weights)], biases, gate)
     return _AGREE[key]
 
@@ -244,8 +243,8 @@ def _few_rows_agree(
 
 @cache
 def _least_rows_cpu(shape: tuple[int, int], bias: bool) -> int:
-    """The same with random weights: a bias or an adapter's matrix of zeros would prove nothing. Without a warning: a
-    run's own comparison says which bits a CPU's library gives."""
+    """The same with random weights: a bias or an adapter's matrix of zeros would prove nothing. There is no warning: a
+    run's own comparison reports the differences of a CPU's library."""
     width, inner = min(CPU_WIDTH, shape[0]), shape[1]
     drawn = torch.randn(inner + 1, width, generator=torch.Generator().manual_seed(1))
     like, added = drawn[:inner].T.contiguous(), drawn[inner] if bias else None
@@ -257,8 +256,8 @@ def _least_rows_cpu(shape: tuple[int, int], bias: bool) -> int:
 def _last_that_differs(
     weight: Tensor, product: Product, grid: Sequence[int], count: int, few: Product | None = None
 ) -> int:  # fmt: skip
-    """The last number of rows whose bits, by the product or by another for few of them, are not those that they have
-    among `count` by the product; 0 if there is none."""
+    """The largest number of rows whose bits, in the product or in another for few rows, differ from those among `count`
+    in the product; 0 if there is none."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     many, few = product(x, weight), few or product

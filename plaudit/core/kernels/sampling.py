@@ -44,8 +44,8 @@ def _gumbel(seed, token):
     u = _uniform(seed, token)
     # log1p(-u) by Kahan's method: exact for tiny u, which the winning tokens have
     rest = 1.0 - u
-    gone = rest - 1.0
-    return -tl.log(-tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone)))
+    difference = rest - 1.0
+    return -tl.log(-tl.where(difference == 0.0, -u, tl.log(rest) * (u / -difference)))
 
 
 @triton.jit

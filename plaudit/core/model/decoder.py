@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plaudit.algo.tokens.logprobs import head_logits, kernel_logprobs, on_kernel, top_logprobs
 from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
-from plaudit.core.model.mixers import StateShapes, told
+from plaudit.core.model.mixers import StateShapes, layout_arguments
 from plaudit.core.model.packing import trunk
 from plaudit.errors import RequestError
 from plaudit.models.positions import longest_sequence
@@ -110,7 +110,7 @@ class Decoder:
         use_packed_attention(self.module)
         out = self.trunk(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False,
-            **told(self.trunk, layout),
+            **layout_arguments(self.trunk, layout),
         )  # fmt: skip
         rows: Tensor = out.last_hidden_state[0]
         return rows

@@ -162,7 +162,7 @@ def pack_mixers(module: nn.Module) -> None:
                 setattr(model, PACKED, True)
 
 
-def told(trunk: nn.Module, layout: Any) -> dict[str, Any]:
+def layout_arguments(trunk: nn.Module, layout: Any) -> dict[str, Any]:
     """Keyword arguments of a trunk's call that pass the layout to its layers. Some pass to their mixers only `seq_idx`,
     transformers' argument for packed rows."""
     return {"layout": layout, "seq_idx": layout} if getattr(trunk, PACKED, False) else {"layout": layout}

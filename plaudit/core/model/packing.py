@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, send, use_packed_attention
-from plaudit.core.model.mixers import told
+from plaudit.core.model.mixers import layout_arguments
 from plaudit.core.model.varlen import VarlenLayout
 from plaudit.prefix import common_prefix
 
@@ -152,7 +152,7 @@ def hidden_rows(model: nn.Module, packed: Packed) -> Tensor:
     """Final hidden states of every packed token, (T, hidden)."""
     out = trunk(model)(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-        **told(trunk(model), packed.layout),
+        **layout_arguments(trunk(model), packed.layout),
     )  # fmt: skip
     hidden: Tensor = out.last_hidden_state[0]
     return hidden

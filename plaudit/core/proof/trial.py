@@ -22,7 +22,7 @@ from plaudit.core.model.attention import Layout, Rule, number_shared, packed_att
 from plaudit.core.model.decoder import NOTHING, Decoder, Kind, LayerShape
 from plaudit.core.model.latent import pack_latents
 from plaudit.core.model.lean import LeanTrunk
-from plaudit.core.model.mixers import Carry, Mixer, mixers_of, pack_mixers, shapes_of, told
+from plaudit.core.model.mixers import Carry, Mixer, layout_arguments, mixers_of, pack_mixers, shapes_of
 from plaudit.core.model.operations import Operations
 from plaudit.core.model.packing import Packed, pack
 from plaudit.core.proof.own import own_outputs, own_rows, own_steps
@@ -105,7 +105,7 @@ def watched(decoder: Decoder, packed: Packed) -> tuple[Tensor, Watch]:
     number_shared(decoder.module)
     out = decoder.trunk(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-        **told(decoder.trunk, layout),
+        **layout_arguments(decoder.trunk, layout),
     )  # fmt: skip
     return out.last_hidden_state[0], layout
 

@@ -194,10 +194,10 @@ class Residency:
     def arrange(self, needed: Iterable[str], kept: Iterable[str] = ()) -> None:
         """Load what is needed, and offload what is neither needed nor kept."""
         needed, stays = set(needed), {*needed, *kept}
-        gone = [name for name, resident in self.residents.items() if resident.here and name not in stays]
-        for name in gone:
+        unneeded = [name for name, resident in self.residents.items() if resident.here and name not in stays]
+        for name in unneeded:
             self.residents[name].leave()
-        if gone and torch.cuda.is_available():
+        if unneeded and torch.cuda.is_available():
             torch.cuda.empty_cache()  # loaded tensors have other sizes than offloaded ones
         for name in needed:
             self.residents[name].come()

@@ -97,8 +97,8 @@ class RanksReceiver:
 
     def receive(self, message: WeightMessage) -> WeightReply:
         data = msgspec.msgpack.encode(plain(message))
-        said = self.leader.take_weights(data, lambda: _taken(self.own, 0, data))
-        replies = [msgspec.msgpack.decode(each, type=WeightReply) for each in said]
+        encoded = self.leader.take_weights(data, lambda: _taken(self.own, 0, data))
+        replies = [msgspec.msgpack.decode(each, type=WeightReply) for each in encoded]
         errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None]
         checksums = [str(reply.checksum) for reply in replies]
         checksum = replies[0].checksum

@@ -109,11 +109,11 @@ class TrainingLayout:
     def parse(text: str, micro_tokens: int) -> TrainingLayout:
         """As it is printed: tp2 dp8 pp4 ep8 cp2 zero1, or fsdp; recompute; parked reference; offload."""
         words = ("fsdp", "recompute", "parked", "reference", "offload")
-        sizes, said = _sizes(text, ("tp", "pp", "dp", "ep", "cp", "vpp", "zero"), words)
-        if "fsdp" in said:
+        sizes, flags = _sizes(text, ("tp", "pp", "dp", "ep", "cp", "vpp", "zero"), words)
+        if "fsdp" in flags:
             sizes["zero"] = 3
-        cut = TrainingLayout(micro_tokens=micro_tokens, recompute="full" if "recompute" in said else "none",
-                             park="parked" in said, offload_optimizer="offload" in said)  # fmt: skip
+        cut = TrainingLayout(micro_tokens=micro_tokens, recompute="full" if "recompute" in flags else "none",
+                             park="parked" in flags, offload_optimizer="offload" in flags)  # fmt: skip
         return replace(cut, **sizes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -127,17 +127,17 @@ class TrainingLayout:
 
 def _sizes(text: str, names: Sequence[str], words: Sequence[str]) -> tuple[dict[str, int], set[str]]:
     """(sizes by name, words without one) of a layout as it is printed."""
-    sizes, said = {}, set()
+    sizes, flags = {}, set()
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"([a-z]+)=?(\d+)", part)
         if match and match[1] in names:
             sizes[match[1]] = int(match[2])
         elif part in words:
-            said.add(part)
+            flags.add(part)
         else:
             kinds = ", ".join((*(f"{name}N" for name in names), *words))
             raise ConfigError(f"layout {text!r}: {part!r} is none of {kinds}")
-    return sizes, said
+    return sizes, flags
 
 
 def _positive(*sizes: int) -> None:

@@ -13,7 +13,7 @@ from plaudit.plan.shape.lengths import Lengths
 from plaudit.plan.shape.model_shape import ModelShape
 
 GROUP = 8
-"""Responses to a prompt where none are said and the algorithm compares them: GRPO with one learns nothing."""
+"""Default responses to a prompt for algorithms that compare them: GRPO with one learns nothing."""
 
 
 @dataclass(frozen=True, slots=True)

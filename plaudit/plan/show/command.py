@@ -102,12 +102,12 @@ def _compare(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
 
 
 def _serve(options: PlanOptions) -> None:
-    asked = demand(options)
-    services, refused = asked.answer()
+    query = demand(options)
+    services, refused = query.answer()
     if options.as_json:
-        print(json.dumps(service_data(asked, services, refused), indent=2))
+        print(json.dumps(service_data(query, services, refused), indent=2))
     else:
-        print_service(asked, services, refused, options.top)
+        print_service(query, services, refused, options.top)
 
 
 def _tables(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
@@ -132,8 +132,8 @@ def _pools(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
 def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
     """Print what to rent; formulas, page and recipe are those of the first offer."""
     _check_model(options)
-    asked = market(options)
-    choice = replace(asked, question=_planned(asked.question, options, resolve)).answer()
+    query = market(options)
+    choice = replace(query, question=_planned(query.question, options, resolve)).answer()
     if options.as_json:
         print(json.dumps(choice_data(choice), indent=2))
         _write_page(choice.outcome, options)

@@ -13,11 +13,11 @@ _NEAR = 4  # times the usual gradient norm: a clip_norm within this factor limit
 def other_settings(run: History) -> Finding | None:
     if not run.changes:
         return None
-    told = [f"{e['key']} = {e['new']} instead of {e['old']} from step {e['step']} on" for e in run.changes]
+    changes = [f"{e['key']} = {e['new']} instead of {e['old']} from step {e['step']} on" for e in run.changes]
     cure = "The figures before and after are not comparable."
     if all(event["key"].startswith("sampling.eval") for event in run.changes):
         cure = "Held-out figures before and after were sampled differently: do not compare them. Training is the same."
-    return Finding("settings changed on resumption", "watch", f"The run was resumed with {'; '.join(told)}.", cure)
+    return Finding("settings changed on resumption", "watch", f"The run was resumed with {'; '.join(changes)}.", cure)
 
 
 def not_finite(run: History) -> Finding | None:

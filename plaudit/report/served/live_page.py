@@ -42,8 +42,8 @@ class LivePage:
         self.run, self.control = run, control
         self.token = secrets.token_urlsafe(18)
         self.over = threading.Event()
-        self._told_last = threading.Event()
-        self._asked = -LAST_SECONDS
+        self._sent_last = threading.Event()
+        self._last_request = -LAST_SECONDS
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {}
         self._size, self._fresh_until = -1, 0.0
@@ -64,18 +64,18 @@ class LivePage:
 
     def close(self) -> None:
         """Wait until open pages have fetched the last figures."""
-        watched = time.monotonic() - self._asked < max(LAST_SECONDS, 2 * self._again)
+        watched = time.monotonic() - self._last_request < max(LAST_SECONDS, 2 * self._again)
         self.over.set()
         if watched:
-            self._told_last.wait(LAST_SECONDS)
+            self._sent_last.wait(LAST_SECONDS)
         self.server.shutdown()
         self.server.server_close()
 
     def data(self) -> dict[str, Any]:
         with self._lock:
             over = self.over.is_set()
-            self._asked = time.monotonic()
-            if over or self._asked >= self._fresh_until:
+            self._last_request = time.monotonic()
+            if over or self._last_request >= self._fresh_until:
                 self._read()
             again = None if over else self._again
             # `bytes` of the log: if unchanged there is nothing to redraw.
@@ -86,9 +86,9 @@ class LivePage:
                 "again": again,
             }
 
-    def told(self, data: dict[str, Any]) -> None:
+    def sent(self, data: dict[str, Any]) -> None:
         if data["again"] is None:
-            self._told_last.set()
+            self._sent_last.set()
 
     def _read(self) -> None:
         size = sum(path.stat().st_size for path in self.run.glob("events*.jsonl"))
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(error)})
             return
         self._json(HTTPStatus.OK, data)
-        self.owner.told(data)
+        self.owner.sent(data)
 
     def _act(self) -> None:
         refused = self.owner.control.act(self.path[1:])

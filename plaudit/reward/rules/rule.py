@@ -215,8 +215,8 @@ class _Worker:
             [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
-        asked = {**self.table.model_dump(), "sandboxed": self._sandboxed, "sandbox_required": self._required}
-        line = json.dumps(asked).encode() + b"\n"
+        settings = {**self.table.model_dump(), "sandboxed": self._sandboxed, "sandbox_required": self._required}
+        line = json.dumps(settings).encode() + b"\n"
         replies, _ = exchange_lines(*pipes(self._process), line, 1, START_SECONDS)
         hello: dict[str, Any] = json.loads(replies[0]) if replies else {"fault": "its process crashed or timed out"}
         if fault := hello["fault"]:

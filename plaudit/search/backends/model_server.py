@@ -42,20 +42,20 @@ class ModelServer:
         self._lost = threading.Event()
         self._served = False
 
-    def each(self, call: Callable[[A], B], asks: Sequence[A]) -> list[B | RequestRefused]:
+    def each(self, call: Callable[[A], B], requests: Sequence[A]) -> list[B | RequestRefused]:
         """Sends all requests. If the server is down, the first request to give up ends the others' waiting. Rejected
         requests are returned as such, unless the server has rejected all so far."""
         self._lost.clear()
 
-        def tried(ask: A) -> B | RequestRefused:
+        def tried(request: A) -> B | RequestRefused:
             try:
-                return call(ask)
+                return call(request)
             except RequestRefused as error:
                 if error.status not in REJECTED_STATUSES:
                     raise
                 return error
 
-        results = list(self._threads.map(tried, asks))
+        results = list(self._threads.map(tried, requests))
         refused = [result for result in results if isinstance(result, RequestRefused)]
         self._served = self._served or len(refused) < len(results)
         if refused and not self._served:

@@ -1,4 +1,4 @@
-"""Who writes the next steps: what is asked of a generator, and our own engine as one."""
+"""The policy interface of a search: requests for the next steps of a path, and its implementation by our engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from plaudit.core.kv.prefix import Place
 
 Ended = Literal["step", "end", "length"]
-MOST, LEAST_STEPS = 0.95, 8  # of a level's steps, by whose end the next level's are looked at first
+# The expected length of most steps of a level: this quantile of the previous level's lengths, at least LEAST_STEPS.
+MOST, LEAST_STEPS = 0.95, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """`count` next steps of one path.
+class StepRequest:
+    """A request for `count` next steps of one path.
 
     prompt        token ids of the prompt
     response_ids  token ids of the steps so far
     text          the steps so far as text
-    seed          decides the draws: the same path gets the same steps in every method and every batch
-    greedy        the most likely step
-    place         where the path ends in the engine: Step.place of its last step
+    seed          of sampling: the same path gets the same steps in every method and every batch
+    greedy        use greedy decoding
+    place         where the path ends in the engine's KV cache: Step.place of its last step
     """
 
     prompt: tuple[int, ...]
@@ -45,8 +46,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, or why there is none. `ended`: by the step's stop text, by the response's end, or for want of room.
-    `place`: where its path ends, in an engine of this process, until that is released."""
+    """One step, or an error. `ended`: by the step's stop text, by the end of the response, or by the token limit.
+    `place`: where its path ends in the KV cache of an engine of this process, valid until released."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -58,47 +59,49 @@ class Step:
 
 
 class Policy(Protocol):
-    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        """The steps of each ask. What fails for one path is that path's error; what fails for all is raised."""
+    def extend(self, requests: Sequence[StepRequest]) -> list[list[Step]]:
+        """The steps of each request. A failure of one path is returned as its error; a failure of all is raised."""
 
     def release(self, places: Sequence[Place]) -> None:
-        """The paths that end there are given up."""
+        """Releases the paths that end at these places."""
 
     def close(self) -> None: ...
 
 
 class CorePolicy:
-    """Our engine: children of a node share its KV, and what is given up is freed at once."""
+    """Our engine: children of a node share its KV cache, and released paths are freed at once."""
 
     def __init__(self, engine: Engine, table: StepsTable) -> None:
         from plaudit.core.text import stop_tokens
 
         self.engine = engine
         self.table = table
-        self._lock = threading.Lock()  # an engine is for one thread at a time
-        self._most_end_by: int | None = None  # tokens, by those of the level before
+        self._lock = threading.Lock()  # an engine is not thread-safe
+        self._expected_length: int | None = None  # in tokens
         self._by_place = engine.branching and stop_tokens(engine.tokenizer, (table.stop,)).ids is not None
         self._text = StepText(engine.tokenizer)
         self._params = lru_cache(maxsize=1 << 12)(self._new_params)
 
-    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        if not asks:
+    def extend(self, requests: Sequence[StepRequest]) -> list[list[Step]]:
+        if not requests:
             return []
         try:
             with self._lock:
-                continuations = self._continuations(asks)
+                continuations = self._continuations(requests)
         except RequestError as error:
-            if len(asks) == 1:
-                return [[Step(error=str(error))] * asks[0].count]
-            return [steps for ask in asks for steps in self.extend([ask])]
-        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, continuations, strict=True)]
+            if len(requests) == 1:
+                return [[Step(error=str(error))] * requests[0].count]
+            return [steps for request in requests for steps in self.extend([request])]
+        return [
+            [self._step(request, each) for each in own] for request, own in zip(requests, continuations, strict=True)
+        ]
 
     def release(self, places: Sequence[Place]) -> None:
         with self._lock:
             self.engine.branches().free_paths(places)
 
     def close(self) -> None:
-        """The engine's memory goes with the object."""
+        """Does nothing: the engine's memory is freed with the object."""
 
     def _new_params(self, count: int, written: int, greedy: bool) -> SamplingParams:
         from plaudit.core import SamplingParams
@@ -110,27 +113,27 @@ class CorePolicy:
             stop=(table.stop,), max_tokens=left,
         )  # fmt: skip
 
-    def _continuations(self, asks: Sequence[Ask]) -> list[list[Continuation]]:
-        paths = [[*ask.prompt, *ask.response_ids] for ask in asks]
-        params = [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks]
-        seeds = [ask.seed for ask in asks]
+    def _continuations(self, requests: Sequence[StepRequest]) -> list[list[Continuation]]:
+        paths = [[*request.prompt, *request.response_ids] for request in requests]
+        params = [self._params(request.count, len(request.response_ids), request.greedy) for request in requests]
+        seeds = [request.seed for request in requests]
         if self._by_place:
-            places = [ask.place for ask in asks]
-            continuations = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
+            places = [request.place for request in requests]
+            continuations = self.engine.branches().sample(paths, places, params, seeds, self._expected_length)
             lengths = sorted(len(each.tokens) for own in continuations for each in own)
-            self._most_end_by = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
+            self._expected_length = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
             return continuations
-        continuations = [[] for _ in asks]
+        continuations = [[] for _ in requests]
         for sample in self.engine.generate(paths, params, seeds=seeds, text=False):
             continuations[sample.group].append(self.engine.branches().continuation(sample))
         return continuations
 
-    def _step(self, ask: Ask, continuation: Continuation) -> Step:
+    def _step(self, request: StepRequest, continuation: Continuation) -> Step:
         if continuation.error is not None:
             return Step(error=f"generation failed: {continuation.error}")
         tokens = continuation.tokens
         ended: Ended = "length" if continuation.finish == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
-        text = self._text(ask.response_ids, ask.text, tokens)
+        text = self._text(request.response_ids, request.text, tokens)
         return Step(tokens, text, ended, continuation.logprob, place=continuation.place)

@@ -13,7 +13,7 @@ from typing import Any
 from plaudit.config.search import GenerationTable, StepsTable
 from plaudit.errors import BadReply, RequestRefused
 from plaudit.search.backends.model_server import ModelServer
-from plaudit.search.backends.policy import Ask, Ended, Step
+from plaudit.search.backends.policy import Ended, Step, StepRequest
 
 
 class RemotePolicy:
@@ -26,10 +26,10 @@ class RemotePolicy:
             table.url, "steps", "engine", key_env=table.key_env, timeout=table.timeout, concurrency=table.concurrency
         )
 
-    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+    def extend(self, requests: Sequence[StepRequest]) -> list[list[Step]]:
         return [
-            [Step(error=str(steps))] * ask.count if isinstance(steps, RequestRefused) else steps
-            for ask, steps in zip(asks, self._server.each(self._one, asks), strict=True)
+            [Step(error=str(steps))] * request.count if isinstance(steps, RequestRefused) else steps
+            for request, steps in zip(requests, self._server.each(self._one, requests), strict=True)
         ]
 
     def release(self, places: Sequence[Any]) -> None:
@@ -38,8 +38,8 @@ class RemotePolicy:
     def close(self) -> None:
         self._server.close()
 
-    def _one(self, ask: Ask) -> list[Step]:
-        body = self._sglang(ask) if self.table.name == "sglang" else self._openai(ask)
+    def _one(self, request: StepRequest) -> list[Step]:
+        body = self._sglang(request) if self.table.name == "sglang" else self._openai(request)
         reply = self._server.post(self._path, body)
         try:
             read = _read_sglang if self.table.name == "sglang" else _read_openai
@@ -48,43 +48,45 @@ class RemotePolicy:
             raise BadReply(
                 f"{self._server.url}{self._path} returned no completions ({type(error).__name__}: {error})"
             ) from None
-        if len(completions) != self._draws(ask):
+        draws = self._draws(request)
+        if len(completions) != draws:
             raise BadReply(
-                f"{self._server.url}{self._path} returned {len(completions)} completions where {self._draws(ask)} were "
-                "asked for"
+                f"{self._server.url}{self._path} returned {len(completions)} completions where {draws} were requested"
             )
-        return completions * (ask.count // self._draws(ask))
+        return completions * (request.count // draws)
 
-    def _openai(self, ask: Ask) -> dict[str, Any]:
+    def _openai(self, request: StepRequest) -> dict[str, Any]:
+        tokens, text = [*request.prompt, *request.response_ids], request.prompt_text + request.text
         body: dict[str, Any] = {
-            "prompt": [*ask.prompt, *ask.response_ids] if _named(ask.response_ids) else ask.prompt_text + ask.text,
-            "n": self._draws(ask), "max_tokens": self._tokens_left(ask), "temperature": self._temperature(ask),
-            "top_p": 1.0 if ask.greedy else self.steps.top_p, "stop": [self.steps.stop], "seed": ask.seed % 2**31,
+            "prompt": tokens if _named(request.response_ids) else text,
+            "n": self._draws(request), "max_tokens": self._tokens_left(request),
+            "temperature": self._temperature(request), "top_p": 1.0 if request.greedy else self.steps.top_p,
+            "stop": [self.steps.stop], "seed": request.seed % 2**31,
             "logprobs": 0, "include_stop_str_in_output": True, "return_token_ids": True,
         }  # fmt: skip
         if self.table.model is not None:
             body["model"] = self.table.model
         return body
 
-    def _sglang(self, ask: Ask) -> dict[str, Any]:
+    def _sglang(self, request: StepRequest) -> dict[str, Any]:
         return {
-            "input_ids": [*ask.prompt, *ask.response_ids],
+            "input_ids": [*request.prompt, *request.response_ids],
             "sampling_params": {
-                "n": self._draws(ask), "max_new_tokens": self._tokens_left(ask), "temperature": self._temperature(ask),
-                "stop": [self.steps.stop], "no_stop_trim": True,
-                "top_p": 1.0 if ask.greedy else self.steps.top_p, "sampling_seed": ask.seed % 2**31,
+                "n": self._draws(request), "max_new_tokens": self._tokens_left(request),
+                "temperature": self._temperature(request), "stop": [self.steps.stop], "no_stop_trim": True,
+                "top_p": 1.0 if request.greedy else self.steps.top_p, "sampling_seed": request.seed % 2**31,
             },
         }  # fmt: skip
 
-    def _temperature(self, ask: Ask) -> float:
-        return 0.0 if ask.greedy else self.steps.temperature
+    def _temperature(self, request: StepRequest) -> float:
+        return 0.0 if request.greedy else self.steps.temperature
 
-    def _draws(self, ask: Ask) -> int:
+    def _draws(self, request: StepRequest) -> int:
         """The number of samples to request: with greedy decoding all are the same, and vLLM rejects more than one."""
-        return ask.count if self._temperature(ask) else 1
+        return request.count if self._temperature(request) else 1
 
-    def _tokens_left(self, ask: Ask) -> int:
-        return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.response_ids)))
+    def _tokens_left(self, request: StepRequest) -> int:
+        return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(request.response_ids)))
 
 
 def _named(tokens: Sequence[int]) -> bool:

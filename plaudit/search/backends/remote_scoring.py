@@ -49,16 +49,16 @@ class RemoteScorer:
         self._server = ModelServer(
             table.url, "scores", kind, key_env=table.key_env, timeout=table.timeout, concurrency=table.concurrency
         )
-        self._ask: Callable[[Work], np.ndarray]
+        self._send: Callable[[Work], np.ndarray]
         if isinstance(reading, ProcessReading):
-            self._ask = {"vllm": self._pooled, "sglang": self._labelled, "openai": self._likely}[table.protocol]
+            self._send = {"vllm": self._pooled, "sglang": self._labelled, "openai": self._likely}[table.protocol]
             if table.protocol != "vllm" and (reading.columns is None or reading.format.activation != "softmax"):
                 raise ConfigError(
                     f"{kind}.protocol = {table.protocol!r} reads token probabilities, but {table.path} is not a causal "
                     'LM with two of them ("+", "-"): serve it by vLLM (protocol = "vllm") or by `plaudit serve`'
                 )
         else:
-            self._ask = self._classified if table.protocol == "vllm" else self._encoded
+            self._send = self._classified if table.protocol == "vllm" else self._encoded
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         if hidden:
@@ -72,8 +72,8 @@ class RemoteScorer:
     def close(self) -> None:
         self._server.close()
 
-    def _one(self, asked: tuple[Path, Item]) -> Scored:
-        path, item = asked
+    def _one(self, pair: tuple[Path, Item]) -> Scored:
+        path, item = pair
         if self.reading is None:
             return self._pair(item)
         try:
@@ -81,11 +81,11 @@ class RemoteScorer:
         except Refused as error:
             return Scored(error=f"{error.type}: {error}")
         if self.whole:
-            return whole_score(self.reading.finish(replace(work, positions=(len(work.tokens) - 1,)), self._ask(work)))
+            return whole_score(self.reading.finish(replace(work, positions=(len(work.tokens) - 1,)), self._send(work)))
         if work.steps != len(path.steps):
             return Scored(error=mismatch(work.steps, len(path.steps)))
         # Earlier steps were scored when they were the last.
-        return whole_score(self.reading.finish(replace(work, positions=work.positions[-1:], steps=1), self._ask(work)))
+        return whole_score(self.reading.finish(replace(work, positions=work.positions[-1:], steps=1), self._send(work)))
 
     def _reply(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
         named = {} if self.table.model is None else {"model": self.table.model}

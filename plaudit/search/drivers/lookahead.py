@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from plaudit.search.backends.policy import Ask, Policy
+from plaudit.search.backends.policy import Policy, StepRequest
 from plaudit.search.backends.scored import Path, Scorer
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ class Ahead:
     read: list[Place] = field(default_factory=list)
 
 
-def look_ahead(policy: Policy, scorer: Scorer, asks: Sequence[Ask], paths: Sequence[Path], steps: int) -> list[Ahead]:
-    """`asks` are for one greedy step of each path."""
-    rollouts = [Ahead() for _ in asks]
-    now, seen = list(asks), list(paths)
-    going = list(range(len(asks)))
+def look_ahead(
+    policy: Policy, scorer: Scorer, requests: Sequence[StepRequest], paths: Sequence[Path], steps: int
+) -> list[Ahead]:
+    """`requests` are for one greedy step of each path."""
+    rollouts = [Ahead() for _ in requests]
+    now, seen = list(requests), list(paths)
+    going = list(range(len(requests)))
     for _ in range(steps):
         made = [steps[0] for steps in policy.extend([now[i] for i in going])]
         on = []

@@ -70,8 +70,8 @@ def read_searched_chat(fields: Mapping[str, Any]) -> SearchRequest:
     options = dict(_object(fields, "search"))
     prm = _name(options, "prm")
     options.pop("prm", None)
-    said = {"temperature": chat.temperature, "top_p": chat.top_p, "max_tokens": chat.most}
-    steps = {name: value for name, value in said.items() if value is not None}
+    sampling = {"temperature": chat.temperature, "top_p": chat.top_p, "max_tokens": chat.most}
+    steps = {name: value for name, value in sampling.items() if value is not None}
     options["steps"] = {**steps, **_object(options, "steps")}
     return SearchRequest(chat.model, prm, None, chat, options, _seed(chat.seed), bool(chat.stream))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from plaudit.config.search import StepsTable
 from plaudit.errors import PlauditError
 from plaudit.records import ItemError
-from plaudit.search.backends.policy import Ask, Ended, Step
+from plaudit.search.backends.policy import Ended, Step, StepRequest
 from plaudit.search.backends.scored import Path, Scored, items_of, last_scores, whole_score
 from plaudit.search.backends.step_text import StepText
 from plaudit.serve.handle import ModelHandle
@@ -55,7 +55,7 @@ class LoopCalls:
             try:
                 return self._begun(make).result()
             except CancelledError:
-                raise _gone() from None
+                raise _cancelled() from None
             except HttpError as error:
                 if error.type != "overloaded" or time.monotonic() >= self.request.deadline:
                     raise Interrupted(error) from None
@@ -71,7 +71,7 @@ class LoopCalls:
     def _begun(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         with self._lock:
             if self.stopped.is_set():
-                raise _gone()
+                raise _cancelled()
             future = self._context.run(asyncio.run_coroutine_threadsafe, make(), self._loop)
             self._future = future
             return future
@@ -88,11 +88,11 @@ class ServedPolicy:
         self._served = served
         self._text = StepText(served.intake().tokenizer)
 
-    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        jobs = [GenerateJob([*ask.prompt, *ask.response_ids], self._sampling(ask)) for ask in asks]
-        request = self._calls.request
-        _, answers = self._calls.call(lambda: self._scoring.read(request, self._served, jobs))
-        return [self._steps(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+    def extend(self, requests: Sequence[StepRequest]) -> list[list[Step]]:
+        jobs = [GenerateJob([*request.prompt, *request.response_ids], self._sampling(request)) for request in requests]
+        parent = self._calls.request
+        _, answers = self._calls.call(lambda: self._scoring.read(parent, self._served, jobs))
+        return [self._steps(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def release(self, places: Sequence[Any]) -> None:
         """Does nothing: the worker evicts unused entries itself."""
@@ -100,23 +100,23 @@ class ServedPolicy:
     def close(self) -> None:
         """Does nothing: the model belongs to the server."""
 
-    def _sampling(self, ask: Ask) -> Sampling:
+    def _sampling(self, request: StepRequest) -> Sampling:
         steps = self.steps
         return Sampling(
-            max_tokens=min(steps.max_step_tokens, max(1, steps.max_tokens - len(ask.response_ids))), n=ask.count,
-            temperature=0.0 if ask.greedy else steps.temperature, top_p=1.0 if ask.greedy else steps.top_p,
-            stop=(steps.stop,), seed=ask.seed,
+            max_tokens=min(steps.max_step_tokens, max(1, steps.max_tokens - len(request.response_ids))),
+            n=request.count, temperature=0.0 if request.greedy else steps.temperature,
+            top_p=1.0 if request.greedy else steps.top_p, stop=(steps.stop,), seed=request.seed,
         )  # fmt: skip
 
-    def _steps(self, ask: Ask, answer: Answer) -> list[Step]:
+    def _steps(self, request: StepRequest, answer: Answer) -> list[Step]:
         if isinstance(answer, ItemError):
             if answer.type in GONE:
                 raise Interrupted(HttpError(503, answer.type, answer.message))
-            return [Step(error=f"generation failed: {answer.message}")] * ask.count
+            return [Step(error=f"generation failed: {answer.message}")] * request.count
         assert isinstance(answer, list)
         steps = []
         for sample in answer:
-            text = self._text(ask.response_ids, ask.text, tuple(sample.tokens))
+            text = self._text(request.response_ids, request.text, tuple(sample.tokens))
             ended: Ended = "length" if sample.finish == "length" else "step" if self.steps.stop in text else "end"
             logprob = sum(sample.logprobs) / max(1, len(sample.tokens))
             steps.append(Step(tuple(sample.tokens), text, ended, logprob))
@@ -151,5 +151,5 @@ class ServedJudge:
         """Does nothing: the model belongs to the server."""
 
 
-def _gone() -> Interrupted:
+def _cancelled() -> Interrupted:
     return Interrupted(HttpError(499, "disconnected", "the client disconnected"))

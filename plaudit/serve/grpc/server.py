@@ -144,7 +144,7 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         path = _path(message, message.model_name, message.model_version)
         extra = [(b"inference-header-content-length", str(head).encode())]
-        _, headers, content = await self._asked("POST", f"{path}/infer", context, body, extra)
+        _, headers, content = await self._call_or_abort("POST", f"{path}/infer", context, body, extra)
         return _infer_response(content, int(headers[b"inference-header-content-length"]))
 
     async def _probe(self, path: str, context: Any) -> bool:
@@ -152,9 +152,9 @@ class GrpcServer:
         return (await self._call("GET", path, context))[0] == 200
 
     async def _json(self, method: str, path: str, context: Any) -> Any:
-        return msgspec.json.decode((await self._asked(method, path, context))[2])
+        return msgspec.json.decode((await self._call_or_abort(method, path, context))[2])
 
-    async def _asked(
+    async def _call_or_abort(
         self, method: str, path: str, context: Any, body: bytes = b"", extra: list[tuple[bytes, bytes]] | None = None
     ) -> tuple[int, Mapping[bytes, bytes], bytes]:
         """Returns the reply; aborts the call if it is an error."""

@@ -79,9 +79,9 @@ class Traces:
         self.tracer = self._provider.get_tracer("plaudit.serve", __version__)
         self.api = trace
         self._extract = propagate.extract
-        said = logging.getLogger("opentelemetry")  # an unreachable collector is logged through our log
-        said.addHandler(_LogHandler(log))
-        said.propagate = False
+        logger = logging.getLogger("opentelemetry")  # an unreachable collector is logged through our log
+        logger.addHandler(_LogHandler(log))
+        logger.propagate = False
 
     def begin(self, request: Request) -> Trace | None:
         """Starts the span of a request; None if it is not sampled. It is named after the route, which must be

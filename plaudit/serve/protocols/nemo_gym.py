@@ -67,19 +67,19 @@ class NemoGymRoutes(ProtocolRoutes):
 
 def read_item(fields: dict[str, Any]) -> Item:
     """Separates prompt and response if the response is one text, so that rules can read it and prompts are shared."""
-    asked = convert(fields, _Verify)
-    given = asked.responses_create_params
+    request = convert(fields, _Verify)
+    given = request.responses_create_params
     prompt = [{"role": "system", "content": given.instructions}] if given.instructions else []
     if isinstance(given.input, str):
         prompt.append({"role": "user", "content": given.input})
     else:
         prompt += _messages(given.input, "responses_create_params.input")
-    said = _messages(asked.response.output, "response.output")
+    output = _messages(request.response.output, "response.output")
     truth = next((fields[name] for name in TRUTHS if fields.get(name) is not None), None)
     try:
-        if len(said) == 1 and set(said[0]) == {"role", "content"} and said[0]["role"] == "assistant":
-            return Item(prompt=tuple(prompt), response=said[0]["content"], truth=truth)
-        return Item(messages=(*prompt, *said), truth=truth)
+        if len(output) == 1 and set(output[0]) == {"role", "content"} and output[0]["role"] == "assistant":
+            return Item(prompt=tuple(prompt), response=output[0]["content"], truth=truth)
+        return Item(messages=(*prompt, *output), truth=truth)
     except ValueError as error:
         raise HttpError(422, "invalid_request", str(error)) from None
 

@@ -373,7 +373,7 @@ def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], N
         sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     try:
         follow_rank_0()
-    except ModelError as error:  # an error of its own layers: the others only see that it is gone
+    except ModelError as error:  # an error of its own layers: the others only see that it disconnected
         group.fail(error)
         sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     except RuntimeError as error:

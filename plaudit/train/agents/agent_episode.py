@@ -1,6 +1,6 @@
 """The conversations of an agent with the policy in one episode, and which request continues which conversation.
 
-Everything here runs on the endpoint's event loop, except what is said to.
+Everything here runs on the endpoint's event loop, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Message = Mapping[str, Any]
 class ChatTurn:
     """The content of a request.
 
-    variables  what the chat template looks at beside messages: tools
-    ending     all that decides where the answer ends, or what form it has
+    variables  what the chat template reads besides messages: tools
+    ending     the fields that determine where the answer ends, or its format
     """
 
     messages: tuple[Message, ...]
@@ -39,16 +39,16 @@ class ChatTurn:
 
     @classmethod
     def of(cls, messages: Sequence[Message], variables: Mapping[str, Any], ending: Sequence[Any]) -> ChatTurn:
-        """Clients send back fields that say nothing: they are left out. Templates look at the content always."""
-        said = [
+        """Fields without a value, which clients send back, are left out; templates always read the content."""
+        kept = [
             {name: value for name, value in message.items() if value is not None or name == "content"}
             for message in messages
         ]
-        return cls(tuple(said), variables, tuple(ending))
+        return cls(tuple(kept), variables, tuple(ending))
 
     def continues(self, other: ChatTurn, answer: str) -> bool:
-        """Whether it begins with the other's messages and the answer to them. Space around an answer does not count:
-        some clients strip it, and the policy goes on from its own tokens anyway."""
+        """Whether it begins with the other's messages and the answer to them. Whitespace around an answer is ignored:
+        some clients strip it, and the policy continues from its own tokens anyway."""
         size = len(other.messages)
         if len(self.messages) <= size or self.messages[:size] != other.messages or self.variables != other.variables:
             return False
@@ -62,10 +62,10 @@ class AgentTurn:
 
     context  what the policy reads; known before the answer
     answer   the sample, or an HttpError
-    clients  requests that wait for it: without one it is given up
+    clients  requests that wait for it: without one it is cancelled
     """
 
-    ask: ChatTurn
+    request: ChatTurn
     transcript: Transcript
     before: AgentTurn | None
     answer: asyncio.Future[Sample]
@@ -76,7 +76,7 @@ class AgentTurn:
     work: asyncio.Task[None] | None = None
     pending: PendingTurn | None = None
     end: int = 0  # of its answer, in the transcript's tokens
-    pieces: list[TextPiece] = field(default_factory=list)  # of a stream, as far as it has come
+    pieces: list[TextPiece] = field(default_factory=list)  # of a stream, so far
     listeners: list[Callable[[TextPiece], None]] = field(default_factory=list)
 
     @property
@@ -84,7 +84,7 @@ class AgentTurn:
         return self.answer.result().text
 
     def listen(self, listener: Callable[[TextPiece], None]) -> None:
-        """To all that has come and that will come."""
+        """Call the listener with all pieces so far and all later ones."""
         for piece in self.pieces:
             listener(piece)
         self.listeners.append(listener)
@@ -93,27 +93,27 @@ class AgentTurn:
         self._tell(list(update.token_ids), list(update.raw_logprobs), update.text, "", list(update.top_logprobs))
 
     def end_stream(self, sample: Sample) -> None:
-        """What is left of it, or all."""
-        at, begin = self._told
+        """Send what remains of the sample, or all of it."""
+        at, begin = self._streamed
         self._tell(
             list(sample.token_ids[at:]), list(sample.raw_logprobs[at:]), sample.text[begin:], sample.finish_reason,
             list((sample.top_logprobs or ())[at:]),
         )  # fmt: skip
 
     @property
-    def _told(self) -> tuple[int, int]:
-        """Tokens and characters."""
+    def _streamed(self) -> tuple[int, int]:
+        """The numbers of tokens and characters sent so far."""
         return sum(len(piece.tokens) for piece in self.pieces), sum(len(piece.text) for piece in self.pieces)
 
     def _tell(self, tokens: list[int], logprobs: list[float], text: str, finish: str, top: list[Likely]) -> None:
-        at, begin = self._told
+        at, begin = self._streamed
         self.pieces.append(TextPiece(0, 0, at, tokens, logprobs, begin, text, finish, top))
         for listener in self.listeners:
             listener(self.pieces[-1])
 
 
 class AgentEpisode:
-    """One call of the agent. Its requests come with `key`."""
+    """One call of the agent. Its requests have the API key `key`."""
 
     def __init__(self, prompt: Prompt, group: int, index: int, key: str, conversations: int) -> None:
         self.prompt = prompt
@@ -122,7 +122,7 @@ class AgentEpisode:
         self.key = key
         self.most = conversations
         self.transcripts: list[Transcript] = []
-        self.turns: list[AgentTurn] = []  # answered or under way
+        self.turns: list[AgentTurn] = []  # answered or in progress
         self.over = False
 
     @property
@@ -131,35 +131,35 @@ class AgentEpisode:
 
     # A request
 
-    def claim(self, ask: ChatTurn) -> AgentTurn:
-        """The turn that answers it: the same for a request that is sent again, a new one for others."""
+    def claim(self, request: ChatTurn) -> AgentTurn:
+        """The turn that answers a request: the same for a repeated request, a new one for others."""
         for turn in self.turns:
-            if turn.ask == ask:
+            if turn.request == request:
                 return turn
-        before = self._before(ask)
+        before = self._before(request)
         if before is not None and self._last(before.transcript) is before:
             transcript = before.transcript
-        else:  # a branch, or another conversation: what it shares with one is read, and learned from there
+        else:  # a branch or another conversation: a prefix shared with one is only read here, and trained on there
             if len(self.transcripts) >= self.most:
-                raise self._refused(ask)
+                raise self._refused(request)
             transcript = Transcript()
             self.transcripts.append(transcript)
         number = 1 + max((t.number for t in self.turns if t.transcript is transcript), default=-1)
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        turn = AgentTurn(ask, transcript, before, answer, number)
+        turn = AgentTurn(request, transcript, before, answer, number)
         self.turns.append(turn)
         return turn
 
     def tokenise(self, turn: AgentTurn, encoder: ObservationEncoder, positions: int, budget: int) -> None:
-        """In any thread: what the policy reads for this turn. Only messages that it has not read are tokenised."""
-        ask, before = turn.ask, turn.before
+        """What the policy reads for this turn, tokenising only messages that it has not read. Runs in any thread."""
+        request, before = turn.request, turn.before
         try:
             if before is None:
-                new = render_chat(encoder.tokenizer, ask.messages, True, variables=ask.variables)
+                new = render_chat(encoder.tokenizer, request.messages, True, variables=request.variables)
             else:
-                messages = ask.messages[len(before.ask.messages) + 1 :]
+                messages = request.messages[len(before.request.messages) + 1 :]
                 last = before.transcript.tokens[before.end - 1]
-                new = list(encoder.messages(messages, last=last, variables=ask.variables))
+                new = list(encoder.messages(messages, last=last, variables=request.variables))
         except (PlauditError, RecursionError) as error:
             raise FieldError(str(error) or "a message is nested too deeply", "messages", "bad_messages") from None
         transcript = turn.transcript
@@ -183,7 +183,7 @@ class AgentEpisode:
 
     def complete(self, turn: AgentTurn, sample: Sample) -> None:
         if turn not in self.turns or turn.answer.done():
-            return  # nobody waited for it any more
+            return  # no client waited any more
         if sample.finish_reason in ("abort", "error"):
             error = sample.error or ItemError("aborted", "the engine gave it up")
             self.drop(turn, HttpError(500, error.type, error.message))
@@ -202,20 +202,20 @@ class AgentEpisode:
             self.transcripts.remove(turn.transcript)
         if not turn.answer.done():
             turn.answer.set_exception(why)
-            turn.answer.exception()  # known, also where nobody waits
+            turn.answer.exception()  # marks the error as retrieved, even if no client waits
 
     # Inside
 
-    def _before(self, ask: ChatTurn) -> AgentTurn | None:
-        """The turn that it continues: of several the longest."""
-        known = [turn for turn in self.turns if turn.answer.done() and ask.continues(turn.ask, turn.text)]
-        return max(known, key=lambda turn: len(turn.ask.messages), default=None)
+    def _before(self, request: ChatTurn) -> AgentTurn | None:
+        """The turn that a request continues: of several the longest."""
+        known = [turn for turn in self.turns if turn.answer.done() and request.continues(turn.request, turn.text)]
+        return max(known, key=lambda turn: len(turn.request.messages), default=None)
 
     def _last(self, transcript: Transcript) -> AgentTurn:
-        """The turn after which it goes on, or that is under way."""
+        """The last turn, finished or in progress."""
         return max((turn for turn in self.turns if turn.transcript is transcript), key=lambda turn: turn.number)
 
-    def _refused(self, ask: ChatTurn) -> FieldError:
+    def _refused(self, request: ChatTurn) -> FieldError:
         open_ones = [turn for turn in self.turns if not turn.answer.done()]
         why = "while another is in progress" if open_ones else "which does not continue an earlier one"
         return FieldError(

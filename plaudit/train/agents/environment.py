@@ -18,8 +18,8 @@ BUILT_IN = {"calculator": "plaudit.worlds.calculator:Calculator", "openenv": "pl
 
 
 class Environment(Protocol):
-    """One for each sample; its calls come one after the other, from whichever thread is free. It may also have a method
-    `close`, which comes last and once, whatever happened: also after a call that failed or was given up."""
+    """One for each sample. Its methods are called one after the other, from whichever thread is free. An optional
+    method `close` is called last and once, even after a call that failed or timed out."""
 
     def reset(self, prompt: Prompt) -> None:
         """Begin a response to this prompt."""

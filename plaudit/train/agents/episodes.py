@@ -1,8 +1,8 @@
 """Multi-turn episodes with an environment, token in, token out.
 
-Each sample goes at the pace of its own environment: once that has answered, its next turn joins the engine's running
-batch, whatever the others do. What the policy reads is the prompt and every token so far exactly as it was sampled; an
-observation is tokenised once. Nothing is ever tokenised again.
+Each sample proceeds at the pace of its own environment: once that has answered, its next turn joins the engine's
+running batch, independently of the others. The policy reads the prompt and every token so far exactly as sampled; an
+observation is tokenised once. Nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plaudit.train.rollouts.tree_turn import TreeTurn
 from plaudit.train.run.clock import Clock
 
 End = Literal["done", "tokens", "turns", "engine", "environment", "time"]
-GRACE_SECONDS = 1.0  # after which an engine gives up a turn whose episode has run out of time
+GRACE_SECONDS = 1.0  # after which an engine cancels a turn of an episode that timed out
 REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length"}
 
 
@@ -46,12 +46,12 @@ def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: i
 
 @dataclass
 class Episode:
-    """One response as it grows.
+    """One response in progress.
 
     budget    how many tokens it may have, observations included
     until     on the monotonic clock
     turn      that the policy is writing
-    calling   its environment has been asked something and has not answered
+    calling   a call of its environment is in progress
     """
 
     prompt: Prompt
@@ -64,7 +64,7 @@ class Episode:
     calling: bool = False
     closing: bool = False
     closed: bool = False
-    closers: list[Callable[[], Any]] = field(default_factory=list)  # what is still to be called then
+    closers: list[Callable[[], Any]] = field(default_factory=list)  # to be called on closing
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -101,10 +101,10 @@ class Episode:
         if sample.finish_reason in ("abort", "error"):
             self.finish("engine", sample.finish_reason, sample.error)
         elif sample.finish_reason == "length":
-            self.finish("tokens")  # a turn that was cut off is nothing to answer
+            self.finish("tokens")  # a truncated turn cannot be answered
 
     def heard(self, tokens: Sequence[int], max_turns: int) -> None:
-        """The environment's answer; left out where the policy could not go on after it."""
+        """Add the environment's answer, unless the policy could not continue after it."""
         if self.turns >= max_turns:
             self.finish("turns")
         elif len(tokens) >= self.left:
@@ -118,7 +118,7 @@ class Episode:
             self.mask += [0] * len(tokens)
 
     def make(self, new: Callable[[], Environment]) -> None:
-        """In a thread of its own: it may take as long as any other call."""
+        """Create the environment, in its own thread: it may take as long as any other call."""
         self.environment = environment = new()
         if callable(close := getattr(environment, "close", None)):
             self.closers.append(close)
@@ -128,7 +128,7 @@ class Episode:
             environment.reset(self.prompt)
 
     def close(self) -> None:
-        """The environment, once, whoever calls."""
+        """Close the environment, once, whichever thread calls."""
         try:
             close = self.closers.pop()
         except IndexError:
@@ -164,8 +164,8 @@ class Episodes:
         self, engine: Generator, tokenizer: Any, positions: int, sampling: SamplingTable, table: EnvironmentTable,
         seed: int, make: Callable[[], Environment] | None = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """`make` gives a new environment; by default the one that the table names. `clock` tells the time of
-        environments from that of generation."""
+        """`make` creates an environment; by default the one that the table names. `clock` measures the time of
+        environments separately from that of generation."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.positions = positions
@@ -186,7 +186,7 @@ class Episodes:
 
 
 class EpisodeBatch:
-    """The episodes of one call of `play`. All of it happens in that call's thread, except what environments compute."""
+    """The episodes of one call of `play`. Everything runs in that call's thread, except the environments."""
 
     def __init__(self, player: Episodes, driver: TurnDriver, sampling: SamplingTable, seed: str, first: int) -> None:
         self.player = player
@@ -222,7 +222,7 @@ class EpisodeBatch:
         self._call(episode, "reset", partial(episode.make, self.player.make), lambda _: None)
 
     def _advance(self) -> None:
-        alone = not self.driver.generating  # the engine has nothing to do: time of the environments
+        alone = not self.driver.generating  # the engine is idle: time of the environments
         with self.player.clock.part("tools", of="generate") if alone else nullcontext():
             next_end = min(episode.until for episode in self.episodes if not episode.closed)
             self.driver.wait(max(0.0, min(self.calls.left(), next_end - time.monotonic())))
@@ -241,10 +241,10 @@ class EpisodeBatch:
                     self._turn(episode)
 
     def _turn(self, episode: Episode) -> None:
-        # The seed is the sample's own and the turn's: who else is playing changes nothing.
+        # The seed depends only on the sample and the turn, not on other episodes.
         seed = f"{self.player.seed} {self.seed} {self.first + episode.group} {episode.index} {episode.turns}"
         params = sampling_params(self.sampling.model_copy(update={"max_tokens": episode.left}), 1, seed)
-        if episode.until < math.inf:  # for an engine that cannot be told that nobody waits any more
+        if episode.until < math.inf:  # for an engine that cannot cancel a turn
             params = replace(params, deadline=episode.until - time.monotonic() + GRACE_SECONDS)
         episode.turn = self.driver.submit(episode.context, params, partial(self._wrote, episode))
 
@@ -259,11 +259,11 @@ class EpisodeBatch:
             self._call(episode, "step", step, partial(self._answer, episode))
 
     def _call(self, episode: Episode, name: str, function: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        """Have the environment do this; then it is the policy's turn, unless that was the end."""
+        """Call the environment; then it is the policy's turn, unless the episode has ended."""
 
         def done(result: Any) -> None:
             episode.calling = False
-            if episode.end is not None:  # its time was over
+            if episode.end is not None:  # it timed out
                 return
             try:
                 if isinstance(result, BaseException):

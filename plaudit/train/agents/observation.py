@@ -9,12 +9,12 @@ from plaudit.errors import ConfigError
 from plaudit.models import encode, render_chats
 
 Role = Literal["user", "tool"]
-ASKED, SAID = "a", "b"  # stand for a conversation so far: what follows a turn does not depend on it
+ASKED, SAID = "a", "b"  # a placeholder conversation: what follows a turn does not depend on it
 
 
 class ObservationEncoder:
     """In a conversation the observation is the next message, with all that the template puts between the policy's turn
-    and its next one; elsewhere it is plain text."""
+    and its next one; otherwise it is plain text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -33,8 +33,8 @@ class ObservationEncoder:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], *, last: int, variables: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """All that stands between the policy's turn and its next one, where these messages come in between.
-        `variables` are what the template looks at beside messages."""
+        """The tokens between the policy's turn and its next one, with these messages in between. `variables` are what
+        the template reads besides messages."""
         for role in {str(message.get("role")) for message in messages} - self._known:
             one, other = (self._between([{"role": role, "content": text}], last, variables) for text in "12")
             if one == other:
@@ -59,7 +59,7 @@ class ObservationEncoder:
 
 
 def shortened(observation: str, most: int) -> str:
-    """With a note of what is missing, which the policy reads."""
+    """The truncated text, with a note for the policy of what is missing."""
     if len(observation) <= most:
         return observation
     return f"{observation[:most]}\n[cut: {most} of {len(observation)} characters]\n"

@@ -10,15 +10,15 @@ from plaudit.records import Prompt, Turn
 
 
 class OpenEnv:
-    """`environment.name = "openenv"`. What the environment says at its reset is not read: the task is the prompt.
+    """`environment.name = "openenv"`. The observation of its reset is not read: the task is the prompt.
 
     url          of the environment's server, which must allow as many sessions as a step has responses
-    action       the field of an action that is given what the policy wrote
+    action       the field of an action for the policy's text
     observation  the field of an observation that the policy reads
     fields       other fields of every action
     reset        arguments of reset
-    prompt       the argument of reset that is given the prompt's text; None: there is none
-    role         of the message that an observation is in a conversation
+    prompt       the argument of reset for the prompt's text; None: there is none
+    role         of an observation's message in a conversation
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OpenEnv:
                 f"the observation has no field {self.observation!r}, it has {sorted(result.observation)}: set "
                 "environment.options.observation"
             )
-        # No reward is OpenEnv's way to say that this step has none of its own.
+        # In OpenEnv, no reward means that this step has none of its own.
         reward = 0.0 if result.reward is None else float(result.reward)
         return Turn(str(result.observation[self.observation]), reward, bool(result.done), self.role)
 

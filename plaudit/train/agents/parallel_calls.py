@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-LOOK_SECONDS = 60.0  # how long to wait where no call has a time limit to keep
+LOOK_SECONDS = 60.0  # how long to wait if no call has a time limit
 
 
 class Overdue(Exception):
@@ -21,7 +21,7 @@ class Overdue(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """done   called by the owner, once: with what the call gave, or raised"""
+    """done   called by the owner, once: with what the call returned, or raised"""
 
     function: Callable[[], Any]
     done: Callable[[Any], None]
@@ -30,8 +30,8 @@ class Call:
 
 
 class ParallelCalls:
-    """One thread owns it, and learns by `post` of what has come back. The threads that call are daemons: one that never
-    comes back keeps nobody from leaving, and another takes its place."""
+    """Owned by one thread, to which `post` passes results. The calling threads are daemons: one that never returns does
+    not keep the process from exiting, and is replaced."""
 
     def __init__(self, threads: int, seconds: float, post: Callable[[Callable[[], None]], None]) -> None:
         self.threads = threads
@@ -40,19 +40,19 @@ class ParallelCalls:
         self._waiting: deque[Call] = deque()
         self._running: dict[Call, None] = {}
         self._started: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._workers = 0  # threads that have not been given up
+        self._workers = 0  # threads that have not been abandoned
 
     @property
     def busy(self) -> bool:
         return bool(self._running)
 
     def start(self, function: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """As soon as a thread is free. Its time counts from then on."""
+        """Start a call as soon as a thread is free. Its timeout counts from then on."""
         self._waiting.append(Call(function, done))
         self._fill()
 
     def left(self) -> float:
-        """Seconds until the next one is late."""
+        """Seconds until the next call times out."""
         now = time.monotonic()
         return max(0.0, min((call.until - now for call in self._running), default=LOOK_SECONDS))
 
@@ -80,7 +80,7 @@ class ParallelCalls:
         while (call := self._started.get()) is not None:
             try:
                 result = call.function()
-            except BaseException as error:  # SystemExit too: nobody else would hear of it
+            except BaseException as error:  # SystemExit too: nothing else would report it
                 result = error
             self.post(partial(self._over, call, result))
             if call.given_up:
@@ -88,15 +88,15 @@ class ParallelCalls:
         self._started.put(None)  # for the next one
 
     def _over(self, call: Call, result: Any) -> None:
-        if call in self._running:  # else it was given up
+        if call in self._running:  # else it was abandoned
             del self._running[call]
             self._fill()
             call.done(result)
 
 
 def close_all(functions: Sequence[Callable[[], Any]], seconds: float) -> None:
-    """Call all of them at the same time, for something has failed already: what they raise adds nothing. Returns when
-    they are over, or after so many seconds."""
+    """Call all functions at the same time, after a failure: what they raise is ignored. Returns when all have returned,
+    or after so many seconds."""
     threads = [threading.Thread(target=_quietly, args=(each,), daemon=True, name="close") for each in functions]
     for thread in threads:
         thread.start()

@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint of the policy in training, on this machine's loopback address.
 
-The server's own listener and replies, with the rollout's engine behind them. A request is known by its API key, of
-which every episode has its own: `agent_episode.py` says which conversation it continues.
+The server's own listener and replies, with the rollout's engine behind them. Every episode has its own API key, which
+identifies its requests: `agent_episode.py` finds the conversation that a request continues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ START_SECONDS = 30.0
 STDERR = 2
 # What a request may ask for and the recipe has: by its name, and the key of the recipe.
 CHOSEN = {"temperature": "sampling.temperature", "top_p": "sampling.top_p", "top_k": "sampling.top_k"}
-# What would change the distribution that is learned from, with the values that change nothing.
+# Fields that would change the distribution that is trained on, with the values that change nothing.
 RESHAPING: dict[str, tuple[Any, ...]] = {
     "seed": (), "min_p": (0,), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -59,7 +59,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
 
 @dataclass(eq=False)
 class Playing:
-    """Episodes that are played together.
+    """Episodes that run together.
 
     seed   of a turn, from its episode, conversation and number
     """
@@ -71,11 +71,11 @@ class Playing:
 
 
 class PolicyEndpoint:
-    """Listens from its making to `close`, in a thread of its own."""
+    """Listens from its creation to `close`, in its own thread."""
 
     def __init__(self, table: AgentTable, sampling: SamplingTable, tokenizer: Any, positions: int) -> None:
         self.table = table
-        self.sampling = sampling  # of training, whatever is played
+        self.sampling = sampling  # of training, whatever episodes run
         self.tokenizer = tokenizer
         self.positions = positions
         self.encoder = ObservationEncoder(tokenizer)
@@ -106,7 +106,7 @@ class PolicyEndpoint:
             self._call(lambda: self._dismiss(playing))
 
     def end(self, episode: AgentEpisode) -> None:
-        """No request of it is answered any more; returns when none is under way."""
+        """Stop answering an episode's requests; returns when none is in progress."""
         self._call(lambda: self._end(episode))
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class PolicyEndpoint:
             log.close()
 
     def _call(self, work: Callable[[], None]) -> None:
-        """In the thread of the loop, and wait for it."""
+        """Run this in the event loop's thread, and wait for it."""
 
         async def run() -> None:
             work()
@@ -194,14 +194,14 @@ class PolicyEndpoint:
         parsed = wire.read_chat(request.fields())
         check_sampling(parsed, (self.sampling, playing.sampling), ignore=self.table.ignore_sampling)
         form = parsed.sampling(parsed.most or 1)
-        ask = ChatTurn.of(
+        chat = ChatTurn.of(
             parsed.messages, parsed.variables, (parsed.most, parsed.stops, form.json_schema, form.regex)
         )  # fmt: skip
-        context: list[int] = []  # known when it is tokenised, and counted in the reply
+        context: list[int] = []  # set when the request is tokenised, and counted in the reply
 
         async def compute(jobs: Sequence[GenerateJob]) -> list[list[Continuation]]:
             (job,) = jobs
-            turn = episode.claim(ask)
+            turn = episode.claim(chat)
             if turn.work is None:
                 turn.work = asyncio.create_task(self._work(episode, turn, playing, parsed, form))
             if job.listener is not None:
@@ -216,7 +216,7 @@ class PolicyEndpoint:
         )
 
     async def _answered(self, episode: AgentEpisode, turn: AgentTurn) -> Sample:
-        """One that nobody waits for any more is given up: a client that sends it again has it begin anew."""
+        """The answer of a turn. Without waiting clients it is cancelled: a client that repeats it starts it again."""
         turn.clients += 1
         try:
             return await asyncio.shield(turn.answer)
@@ -228,7 +228,7 @@ class PolicyEndpoint:
     async def _work(
         self, episode: AgentEpisode, turn: AgentTurn, playing: Playing, parsed: wire.ChatRequest, form: Sampling
     ) -> None:
-        """From the messages to the engine's queue."""
+        """Tokenise a request and submit its turn to the engine."""
         table = playing.sampling
         try:
             await asyncio.to_thread(episode.tokenise, turn, self.encoder, self.positions, table.max_tokens)
@@ -247,11 +247,11 @@ class PolicyEndpoint:
             episode.drop(turn, error)
         except PlauditError as error:
             episode.drop(turn, HttpError(400, "refused", str(error)))
-        except Exception as error:  # a bug of ours: its request ends, and says what it was
+        except Exception as error:  # a bug of ours: the request fails with its message
             episode.drop(turn, HttpError(500, "internal", f"{type(error).__name__}: {error}"))
 
     def _heard(self, turn: AgentTurn, update: Update) -> None:
-        """In the thread that drives the engine, as is `_done`."""
+        """Called in the thread that drives the engine, as is `_done`."""
         self._loop.call_soon_threadsafe(turn.hear, update)
 
     def _done(self, episode: AgentEpisode, turn: AgentTurn, result: Sample | Exception) -> None:
@@ -270,7 +270,7 @@ class PolicyEndpoint:
 
 
 def check_sampling(parsed: wire.ChatRequest, tables: Sequence[SamplingTable], *, ignore: bool) -> None:
-    """What is sampled must be what the learner computes again, and that is the recipe's to say."""
+    """Reject sampling options that differ from the recipe's: the learner recomputes the same distribution."""
     for name, harmless in NEVER.items():
         value = getattr(parsed, name)
         if value is not None and value not in harmless:

@@ -11,7 +11,7 @@ from plaudit.records import FinishReason, Sample
 
 @dataclass(eq=False)
 class Transcript:
-    """`prompt_ids` are read and not learned from; `budget` is how many tokens may follow them, messages included."""
+    """`prompt_ids` are read and not trained on; `budget` is the number of tokens that may follow, messages included."""
 
     prompt_ids: tuple[int, ...] = ()
     budget: int = 0
@@ -19,7 +19,7 @@ class Transcript:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
-    reshaped: bool = False  # whether a turn was drawn from another distribution than the tempered softmax
+    reshaped: bool = False  # whether a turn was sampled from another distribution than the tempered softmax
     experts: bytes | None = None
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Transcript:
         return self.budget - len(self.tokens)
 
     def add(self, read: Sequence[int], wrote: Sample) -> None:
-        """A turn: what stands between the policy's last token and this turn, and what it wrote then."""
+        """Add a turn: the tokens between the policy's last token and this turn, and its sample."""
         for numbers in (self.logprobs, self.raw_logprobs, self.behaviour):
             numbers += [0.0] * len(read)
         self.tokens += [*read, *wrote.token_ids]

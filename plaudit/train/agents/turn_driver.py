@@ -1,6 +1,6 @@
 """Continuous batching of policy turns: a turn joins the engine's running batch when it is ready.
 
-One thread, the owner, drives: it takes in what was posted, computes a step, and hands out the turns that are finished.
+One thread, the owner, drives: it processes posted calls, computes a step, and returns the finished turns.
 Any thread may submit, cancel and post.
 
     with new_driver(engine) as driver:
@@ -28,19 +28,19 @@ from plaudit.errors import Aborted, RequestError
 from plaudit.records import Sample
 from plaudit.train.rollouts.rollouts import Generator
 
-LOOK_SECONDS = 1.0  # between two looks of an owner that waits whether an engine has to be brought back
+LOOK_SECONDS = 1.0  # between two checks of a waiting owner for an engine to restart
 
 
 @runtime_checkable
 class Mendable(Protocol):
     def mend(self) -> None:
-        """Bring back engines that calls under way wait for; does nothing in a thread that may not."""
+        """Restart engines that running calls wait for; does nothing in a thread that must not."""
 
 
 @dataclass(eq=False)
 class PendingTurn:
-    """done   called by the owner, once: with the sample, or with why there is none
-    heard  called by the owner with what is new of it, before that; by an engine of another process not at all
+    """done   called by the owner, once: with the sample or an error
+    heard  called by the owner with each update before that; not called for an engine of another process
     """
 
     context: list[int]
@@ -50,7 +50,7 @@ class PendingTurn:
 
 
 class TurnDriver(ABC):
-    """Closing it leaves nothing in the engine: turns that are not finished are told so."""
+    """Closing it leaves nothing in the engine: unfinished turns get an error."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -65,7 +65,7 @@ class TurnDriver(ABC):
         heard: Callable[[Update], None] | None = None,
     ) -> PendingTurn:  # fmt: skip
         if params.n != 1:
-            raise RequestError(f"a turn is one sample, and n is {params.n}: submit each by itself")
+            raise RequestError(f"a turn is one sample, and n is {params.n}: submit each separately")
         turn = PendingTurn(context, params, done, heard)
         with self._news:
             if self._closed:
@@ -75,29 +75,29 @@ class TurnDriver(ABC):
         return turn
 
     def cancel(self, turn: PendingTurn) -> None:
-        """It is computed no further, and `done` not called. One that is finished stays so."""
+        """Cancel a turn without calling `done`. A finished turn is unaffected."""
         self.post(lambda: self._cancel(turn))
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have the owner do this between two steps."""
+        """Let the owner call this between two steps."""
         with self._news:
             self._inbox.append(action)
             self._news.notify_all()
 
     @property
     def generating(self) -> bool:
-        """Whether a turn is under way."""
+        """Whether a turn is in progress."""
         return bool(self._open)
 
     # The owner's
 
     def wait(self, seconds: float) -> None:
-        """Until there is something to do, at most so long."""
+        """Wait until there is something to do, at most so many seconds."""
         with self._news:
             self._news.wait_for(lambda: self._inbox, seconds)
 
     def advance(self) -> None:
-        """Do what was posted until now, and a step of the engine."""
+        """Process what was posted so far, and compute a step of the engine."""
         for _ in range(len(self._inbox)):
             self._inbox.popleft()()
 
@@ -107,7 +107,7 @@ class TurnDriver(ABC):
         left, self._open = self._open, {}
         self._clear()
         for turn in left:
-            with suppress(Exception):  # who is told cannot help it
+            with suppress(Exception):  # a callback's error must not stop the others
                 turn.done(Aborted("the rollout that this turn belongs to has ended"))
 
     def __enter__(self) -> Self:
@@ -182,15 +182,15 @@ class CoreDriver(TurnDriver):
 
     def _clear(self) -> None:
         self._turns.clear()
-        # Not those of `_turns`: Ctrl-C may have come between the engine's intake and this object's.
+        # Not those of `_turns`: Ctrl-C may have arrived between adding to the engine and adding here.
         self.engine.discard(self.engine.open_requests - self._others)
 
 
 class CallDriver(TurnDriver):
-    """Engines of other processes: a turn is one call of `generate`, in a thread, and they batch what they have. A call
-    that nobody waits for any more ends by itself, at the latest with its `max_tokens`.
+    """Engines of other processes: a turn is one call of `generate`, in a thread, and they batch concurrent calls. A
+    call that is no longer needed ends by itself, at the latest with its `max_tokens`.
 
-    together   turns that begin together are one call, and end together: what is batched does not depend on time
+    together   turns that start together are one call, and end together: batches do not depend on timing
     """
 
     def __init__(self, engine: Generator, together: bool = False) -> None:

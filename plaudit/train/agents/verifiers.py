@@ -1,8 +1,8 @@
-"""Environments of verifiers (0.4): an episode of one is played at the run's own endpoint.
+"""Environments of verifiers (0.4): their episodes use the run's own endpoint.
 
-`agent.function = "plaudit.train.agents.verifiers:play"` needs the package `verifiers` beside Plaudit, and rows that
-`rows` has made of the taskset. verifiers' harnesses start a program for every episode; the one here asks for one answer
-a turn in the process itself, which is all that a taskset without tool servers needs.
+`agent.function = "plaudit.train.agents.verifiers:play"` needs the package `verifiers` besides Plaudit, and rows
+that `rows` has made from the taskset. verifiers' harnesses start a program for every episode; the one here requests one
+answer a turn in the process itself, which is enough for a taskset without tool servers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMBERS = itertools.count()
 
 
 class OneAnswer(Harness[HarnessConfig]):  # type: ignore[misc]
-    """Sends the conversation and takes the answer. Tool servers are not connected."""
+    """Sends the conversation and returns the answer. Tool servers are not connected."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -54,7 +54,7 @@ class OneAnswer(Harness[HarnessConfig]):  # type: ignore[misc]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _wire(prompt or [])
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        async with httpx.AsyncClient(timeout=None) as client:  # the agent's own time limit ends it
+        async with httpx.AsyncClient(timeout=None) as client:  # the agent's own timeout ends it
             reply = await client.post(
                 f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages},
                 headers={"Authorization": f"Bearer {secret}"},
@@ -77,10 +77,10 @@ def rows(taskset: str, env: str = "", options: dict[str, Any] | None = None) -> 
 async def play(
     prompt: Prompt, base_url: str, api_key: str, taskset: str, env: str = "", options: dict[str, Any] | None = None
 ) -> float:
-    """One episode of the row's task; its reward is the mean over what the policy played in it.
+    """One episode of the row's task; its reward is the mean over the agents that the policy played.
 
     taskset  the id by which verifiers finds it: a module that exports its Taskset, and its Env where it has one
-    env      the id of the environment, where the taskset's own, or the one for a single agent, is not meant
+    env      the id of the environment, unless it is the taskset's own or the one for a single agent
     options  further keys of the taskset's config
     """
     task = _tasks(taskset, env, json.dumps(options or {}))[prompt.extra[INDEX]]

@@ -1,9 +1,10 @@
-"""A packed row over ranks: each has a slice of its tokens, and attends for all of them with a share of the heads.
+"""Context parallelism: each rank has a slice of a packed row's tokens, and computes attention over all of them for a
+share of the heads.
 
-Everything but attention goes token by token, so a rank needs no other's rows for it. Around attention tokens are
-exchanged for heads and back (Ulysses, arXiv 2309.14509): layouts, windows, soft caps and shared prompts are those of
-the whole row. What is read of single rows is summed over the ranks, and all of them have the loss of the whole row;
-gradients of weights add up over them as over ranks with rows of their own.
+Everything but attention is per token, so a rank needs no other rank's rows for it. Before and after attention an
+all-to-all exchanges tokens for heads and back (Ulysses, arXiv 2309.14509): layouts, windows, soft caps and shared
+prompts are those of the whole row. Values read at single rows are summed over the ranks, so all of them have the loss
+of the whole row; gradients of weights are summed over them as over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plaudit.train.run.ranks import Group
 
 
 class SlicedLayout(Layout):
-    """`whole` is the layout of the row, of which each rank has the tokens of its share."""
+    """The layout of a row split over ranks; `whole` is the layout of the whole row."""
 
     def __init__(self, whole: Layout, tokens: int, group: Group) -> None:
         super().__init__((), torch.empty(0))
@@ -46,10 +47,11 @@ class SlicedLayout(Layout):
         own = self.counts[self.group.index]
         query, key, value = (self._all_tokens(each[:own]) for each in (query, key, value))
         out = self._all_heads(self.whole.attend(layer, query, key, value, rule))
-        return out if own else F.pad(out, (0, 0, 0, 0, 0, 1))  # for a row that only stands in: see `sliced`
+        return out if own else F.pad(out, (0, 0, 0, 0, 0, 1))  # for a padding row: see `sliced`
 
     def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
-        """By the keys and values that the module makes: heads can be dealt out, the one row of a latent cannot."""
+        """Uses the keys and values expanded from the latent: heads can be split over ranks, a single latent row
+        cannot."""
         return self.attend(layer, query, *latent.expanded(rows), rule)
 
     def _all_tokens(self, x_RHD: Tensor) -> Tensor:
@@ -65,8 +67,8 @@ class SlicedLayout(Layout):
 
 
 def sliced(packed: Packed, group: Group) -> Packed:
-    """This rank's tokens of a row; what is said of its sequences stays that of the whole row. With fewer tokens than
-    ranks some have none of their own and take one that nobody reads: modules do not go over nothing."""
+    """This rank's tokens of a row; the metadata of its sequences stays that of the whole row. With fewer tokens than
+    ranks, ranks without tokens compute one that is not read, since modules cannot run on empty inputs."""
     if group.size == 1:
         return packed
     tokens = packed.input_ids.shape[1]
@@ -79,7 +81,7 @@ def sliced(packed: Packed, group: Group) -> Packed:
 
 
 def summed(part: Tensor, group: Group) -> Tensor:
-    """The ranks' sum. All of them compute the same with it, so each has its whole gradient already."""
+    """The sum over the ranks. All of them compute the same from it, so the gradient needs no exchange."""
     if group.size == 1:
         return part
     total: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
@@ -87,23 +89,23 @@ def summed(part: Tensor, group: Group) -> Tensor:
 
 
 def alike(whole: Tensor, group: Group) -> Tensor:
-    """The same on all ranks, of which each goes on with a part: what they find its gradient to be adds up."""
+    """A tensor that is equal on all ranks, of which each uses a part: its gradient is summed over the ranks."""
     same: Tensor = _Same.apply(whole, group)  # type: ignore[no-untyped-call]
     return same
 
 
 def placed(at: Tensor, values: Tensor, count: int, group: Group) -> Tensor:
-    """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
+    """(count, ...): the values of all ranks at their positions `at`, and 0 elsewhere."""
     zeros = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
     return summed(zeros.index_put((at,), values), group)
 
 
 def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int) -> None:
-    """Raise if the rows of a module cannot be shared out so. It may be on the meta device."""
+    """Raise if context parallelism cannot split the rows of a module, which may be on the meta device."""
     if mixers_of(module):
         raise ModelError(
             f"{type(trunk(module)).__name__} has recurrent layers, which go over whole sequences, and "
-            f"resources.context_parallel = {context_parallel} cuts these: set data_parallel in its place"
+            f"resources.context_parallel = {context_parallel} splits them: use data_parallel instead"
         )
     config: Any = trunk(module).config
     config = config.get_text_config()
@@ -158,7 +160,7 @@ class _Same(Function):
 
 
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Rows for rows, with gradients: `sent` of them to each rank in turn, `received` from each."""
+    """All-to-all of rows, with gradients: `sent` and `received` are the numbers of rows by rank."""
     out: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return out
 

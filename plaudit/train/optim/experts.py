@@ -1,9 +1,9 @@
-"""The experts of a mixture over ranks: each has some of them whole, and gets the rows that routers send there.
+"""Expert parallelism: each rank has some experts of a mixture whole, and receives the rows that routers send to them.
 
-A token and an expert that it takes are a pair. Around the experts the ranks exchange rows, one for each pair, and take
-them back (all-to-all, with gradients): routers, their weights and the sum over a token's experts
-stay where the token is. Gradients of an expert come from the rows of all ranks of its group that way, and are added up
-over the groups, which have copies of it.
+A pair is a token and one of its experts. Before the experts the ranks exchange rows, one for each pair, and afterwards
+return the results (all-to-all, with gradients): routers, their weights and the sum over a token's experts stay on the
+rank of the token. So the gradient of an expert comes from the rows of all ranks of its group, and is summed over the
+groups, which have copies of it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from plaudit.train.run.ranks import EXPERT, TENSOR, Group, Ranks
 
 
 def experts_of(module: nn.Module) -> dict[str, Any]:
-    """The modules that have the weights of all experts of a layer, by name."""
+    """The modules that hold the weights of all experts of a layer, by name."""
     return {name: part for name, part in module.named_modules() if are_experts(part)}
 
 
 def check_experts(module: nn.Module, expert_parallel: int) -> bool:
-    """Raise if the experts of a module cannot be dealt out so; whether it has any. It may be on the meta device."""
+    """Raise if the experts of a module, which may be on the meta device, cannot be split so; return whether it has
+    any."""
     parts = experts_of(module)
     for name, part in parts.items():
         count = part.down_proj.shape[0]
@@ -47,18 +48,18 @@ def check_experts(module: nn.Module, expert_parallel: int) -> bool:
     return bool(parts)
 
 
-def deal_out(module: nn.Module, ranks: Ranks) -> list[nn.Module]:
-    """Leave this rank its share of the experts; returns the modules that have them. Their weights are DTensors then."""
+def shard_experts(module: nn.Module, ranks: Ranks) -> list[nn.Module]:
+    """Keep this rank's share of the experts; return the modules that have them. Their weights become DTensors."""
     assert ranks.experts is not None
     assert ranks.mesh is not None
     mesh = ranks.mesh[TENSOR]
     tensor = Group(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     parts = experts_of(module)
     for part in parts.values():
-        alone = copy.copy(part)  # computes with this rank's experts, whose weights it is given for every pass
+        alone = copy.copy(part)  # computes this rank's experts; its weights are set for each pass
         alone.num_experts = part.down_proj.shape[0] // ranks.expert.size
         for name, parameter in list(part.named_parameters()):
-            # Every rank has all of it, or is on the meta device.
+            # Every rank has the whole parameter, or is on the meta device.
             share = distribute_tensor(parameter.data, ranks.experts[EXPERT], [Shard(0)], src_data_rank=None)
             part.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
         part.forward = MethodType(_forward(alone, ranks.expert, tensor), part)
@@ -81,7 +82,7 @@ def _forward(alone: Any, group: Group, tensor: Group) -> Callable[[nn.Module, Te
 def _in_parts(
     alone: Any, group: Group, tensor: Group, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:  # fmt: skip
-    """Ranks that split matrices have the same rows: each goes to the experts with a part of them."""
+    """For tensor-parallel ranks, which have the same rows: each sends a part of them to the experts."""
     rows = tensor.share(len(x_TD))
     own, at = slice(rows.start, rows.stop), torch.arange(rows.start, rows.stop, device=x_TD.device)
     part_TD, part_TK = alike(x_TD, tensor)[own], alike(weights_TK, tensor)[own]
@@ -94,7 +95,7 @@ def _own(parameter: Tensor) -> Tensor:
 
 
 def _by_owners(alone: Any, group: Group, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """P = T · K pairs here, R rows that come here."""
+    """P = T · K pairs on this rank, R rows received."""
     tokens, choices = chosen_TK.shape
     chosen_P, each = chosen_TK.flatten(), alone.num_experts
     order_P = chosen_P.argsort(stable=True)  # by expert, so by rank
@@ -106,7 +107,7 @@ def _by_owners(alone: Any, group: Group, x_TD: Tensor, chosen_TK: Tensor, weight
     x_RD = exchanged(x_TD[order_P // choices], sent, received, group)
     rows = len(x_RD)
     if not rows:
-        # A row that nobody reads: FSDP has its ranks add gradients up together, so this one needs some too.
+        # A row that is not read: FSDP reduces gradients over all ranks, so this one needs a gradient too.
         x_RD, ids_R = F.pad(x_RD, (0, 0, 0, 1)), ids_R.new_zeros(1)
     y_RD = alone.forward(x_RD, ids_R[:, None], x_RD.new_ones(len(x_RD), 1))[:rows]
     y_PD = exchanged(y_RD, received, sent, group)

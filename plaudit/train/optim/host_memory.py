@@ -1,4 +1,4 @@
-"""Whether the machines have the host memory that `train.offload_optimizer` takes. Ranks on one machine share it."""
+"""Checks that the machines have the host memory that `train.offload_optimizer` needs. Ranks on a machine share it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 
 
 def free_memory() -> int | None:
-    """Bytes of this machine's; None where the system does not say."""
+    """Free bytes of this machine's memory; None where the system does not report them."""
     if not _MEMINFO.exists():
         return None
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -24,9 +24,9 @@ def free_memory() -> int | None:
 
 
 def shortage(needed: int, everyone: Group = ONE) -> str:
-    """The arithmetic of a machine whose ranks need more together than it has; empty where there is none. `needed` is
-    this rank's. All ranks take part, and get the same."""
-    # Containers on one machine have names of their own and one memory; machines may have one name.
+    """The arithmetic of a machine whose ranks need more memory together than it has; empty if there is none. `needed`
+    is what this rank needs. Collective: all ranks return the same."""
+    # Containers on one machine have different names and share its memory; different machines may have the same name.
     boot = _BOOT.read_text() if _BOOT.exists() else platform.node()
     mine = (boot, platform.node(), needed, free_memory())
     machines: dict[str, list[tuple[str, int, int | None]]] = {}

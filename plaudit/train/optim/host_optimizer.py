@@ -1,9 +1,9 @@
-"""AdamW whose moments and float32 weights live in host memory and pass through the device a piece at a time.
+"""AdamW whose moments and float32 weights are in host memory and are copied to the device one bucket at a time.
 
-An 8B model in bfloat16 has 16 GB of weights, and 96 GB that only the step needs. Here they never are on the device
-together: while one bucket is stepped, the next one comes and the last one goes, each on a stream of its own. The step
-is the one of `Optimizer`, element by element, and so are its bits and its checkpoints. Of a sharded module it is the
-step of this rank's parts.
+An 8B model in bfloat16 has 16 GB of weights, and 96 GB of state that only the step needs. That state is never on the
+device as a whole: while one bucket is stepped, the next is copied in and the previous copied out, each on its own
+stream. The step is that of `Optimizer`, element by element, with the same bits and the same checkpoints. For a sharded
+module it steps this rank's shards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from plaudit.train.optim.optimizer import Optimizer, kind, local, spread, traine
 from plaudit.train.run.ranks import ONE, Group
 
 BUCKET = 1 << 26
-"""Elements of a bucket. Three are on the device at once, at 12 bytes an element: 2.4 GB. A power of two,
-for CPU kernels compute what a vector register does not fill by other instructions, with other last bits."""
+"""Elements of a bucket. Three are on the device at once, at 12 bytes an element: 2.4 GB. A power of two, because CPU
+kernels compute elements that do not fill a vector register by other instructions, with other last bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Bucket:
 
 
 class HostOptimizer(Optimizer):
-    """The gradients stay on the device, in float32."""
+    """AdamW with its state in host memory; gradients stay on the device, in float32."""
 
     def __init__(self, model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
         self.table = table
@@ -61,17 +61,17 @@ class HostOptimizer(Optimizer):
         self.away, flat = _host_tensors(parts)
         if self.device.type == "cuda" and flat.nbytes:
             _register(flat)
-            weakref.finalize(self, _unregister, flat).atexit = False  # the driver lets go of a process that ends
+            weakref.finalize(self, _unregister, flat).atexit = False  # at exit the driver releases it
         for name, parameter in self.parameters.items():
             if "master" in self.away[name]:
                 self.away[name]["master"].copy_(spread(parts[name]))
             parameter.register_post_accumulate_grad_hook(self._taker(name))  # type: ignore[no-untyped-call]
         self.buckets = list(_buckets(parts, table.weight_decay))
         on_gpu = self.device.type == "cuda"
-        self._coming, self._going = (torch.cuda.Stream(self.device) if on_gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
+        self._fetching, self._writing = (torch.cuda.Stream(self.device) if on_gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
 
     def _everyone(self) -> Group:
-        """Whose shards are in the memory of hosts."""
+        """The ranks whose shards share the hosts' memory."""
         return ONE
 
     def zero(self) -> None:
@@ -84,7 +84,8 @@ class HostOptimizer(Optimizer):
         return []
 
     def gradients(self) -> list[Tensor]:
-        return [self.sums[name] for name in self.parameters if name in self.sums]  # a norm depends on their order
+        # In this order, on which the bits of the norm depend.
+        return [self.sums[name] for name in self.parameters if name in self.sums]
 
     def gradient(self, name: str) -> Tensor | None:
         return self.sums.get(name)
@@ -107,7 +108,7 @@ class HostOptimizer(Optimizer):
                 self.away[name][key].copy_(value)
 
     def _has(self, path: str) -> bool:
-        """Moments begin with the first step, as those of torch's AdamW do."""
+        """Whether a tensor of the state exists: moments exist from the first step on, as in torch's AdamW."""
         key, name = path.split("/", 1)
         return key == "master" or self.steps[name] > 0
 
@@ -133,31 +134,31 @@ class HostOptimizer(Optimizer):
             self.steps[name] += 1
         if not buckets:
             return
-        gone: list[torch.cuda.Event] = []
+        written: list[torch.cuda.Event] = []
         ahead = self._fetch(buckets[0])
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             here = ahead
             if following is not None:
-                if len(gone) > 1:
-                    gone[-2].synchronize()  # the memory of the bucket before the last is free again
+                if len(written) > 1:
+                    written[-2].synchronize()  # then the memory of the bucket before the last is free
                 ahead = self._fetch(following)
             self._step(bucket, here, rate)
-            gone += self._put_back(bucket, here)
-        for event in gone:
+            written += self._put_back(bucket, here)
+        for event in written:
             event.synchronize()
 
     def _learning(self, bucket: Bucket) -> Bucket:
-        """Without what had no gradient in this update."""
+        """The bucket without parameters that had no gradient in this update."""
         return Bucket([piece for piece in bucket.pieces if piece.name in self.sums], bucket.weight_decay)
 
     def _fetch(self, bucket: Bucket) -> tuple[list[dict[str, Tensor]], torch.cuda.Event | None]:
-        """What the step of a bucket needs, on the device, and when it is there."""
-        with _on(self._coming):
+        """The state of a bucket on the device, and the event of its arrival."""
+        with _on(self._fetching):
             tensors = [
                 {key: piece.of(kept).to(self.device, non_blocking=True) for key, kept in self.away[piece.name].items()}
                 for piece in bucket.pieces
             ]
-            return tensors, None if self._coming is None else self._coming.record_event()
+            return tensors, None if self._fetching is None else self._fetching.record_event()
 
     def _step(self, bucket: Bucket, here: tuple[list[dict[str, Tensor]], torch.cuda.Event | None], rate: float) -> None:
         tensors, arrival = here
@@ -180,15 +181,15 @@ class HostOptimizer(Optimizer):
     def _put_back(
         self, bucket: Bucket, here: tuple[list[dict[str, Tensor]], torch.cuda.Event | None]
     ) -> list[torch.cuda.Event]:
-        if self._going is not None:
-            self._going.wait_stream(torch.cuda.current_stream(self.device))
-        with _on(self._going):
+        if self._writing is not None:
+            self._writing.wait_stream(torch.cuda.current_stream(self.device))
+        with _on(self._writing):
             for piece, tensors in zip(bucket.pieces, here[0], strict=True):
                 for key, value in tensors.items():
                     piece.of(self.away[piece.name][key]).copy_(value, non_blocking=True)
-                    if self._going is not None:
-                        value.record_stream(torch.cuda.current_stream(self.device))  # was taken on another stream
-            return [] if self._going is None else [self._going.record_event()]
+                    if self._writing is not None:
+                        value.record_stream(torch.cuda.current_stream(self.device))  # was allocated on another stream
+            return [] if self._writing is None else [self._writing.record_event()]
 
 
 def _register(memory: Tensor) -> None:
@@ -209,7 +210,7 @@ def _host_bytes(parameters: Mapping[str, Tensor]) -> int:
 
 
 def _host_tensors(parameters: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
-    """By parameter moments of zeros and, for narrow weights, a float32 copy to be filled; and the memory of all."""
+    """By parameter: moments of zeros and, for narrow weights, an unfilled float32 copy; and the memory behind all."""
     flat = torch.zeros(_host_bytes(parameters), dtype=torch.uint8)
     tensors: dict[str, dict[str, Tensor]] = {}
     offset = 0

@@ -1,9 +1,9 @@
-"""Muon: the step of a weight matrix is its momentum made orthogonal, so that every direction moves alike; embeddings,
-heads and single vectors are stepped by AdamW.
+"""Muon: the step of a weight matrix is its orthogonalised momentum, so that all directions have steps of equal size;
+embeddings, heads and vectors are stepped by AdamW.
 
-Matrices of one shape are made orthogonal together, on a CPU in float32: torch.optim.Muon goes through them one by one
-in bfloat16, six times as slow there for small models. Steps are scaled to the size of AdamW's (0.2 · √ of the longer
-side), so that rates are of one kind.
+Matrices of one shape are orthogonalised together, on a CPU in float32: torch.optim.Muon processes them one by one in
+bfloat16, six times as slow there for small models. Steps are scaled to the size of AdamW's (0.2 · √ of the longer
+side), so that learning rates are comparable.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from plaudit.train.optim.optimizer import Optimizer
 
 MOMENTUM = 0.95
 ITERATIONS = 5
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the polynomial that drives singular values towards 1
-LIKE_ADAMW = 0.2  # root mean square of AdamW's steps, about
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the polynomial that moves singular values towards 1
+LIKE_ADAMW = 0.2  # approximate root mean square of AdamW's steps
 
 
 class Muon(Optimizer):
@@ -65,14 +65,14 @@ class Muon(Optimizer):
         super()._apply(rate)
 
     def _step(self, name: str) -> Tensor:
-        """The gradient and the momentum that it leads to, as Nesterov has them."""
+        """The Nesterov momentum of the gradient."""
         gradient = self.masters[name].grad
         assert gradient is not None
         return gradient.lerp(self.momentum[name].lerp_(gradient, 1 - MOMENTUM), MOMENTUM)
 
 
 def orthogonal(x_NAB: Tensor) -> Tensor:
-    """Each matrix with its singular values brought near to 1, by Newton-Schulz iterations."""
+    """Each matrix with its singular values moved close to 1, by Newton-Schulz iterations."""
     tall = x_NAB.shape[1] > x_NAB.shape[2]
     x = (x_NAB.mT if tall else x_NAB).to(torch.bfloat16 if x_NAB.is_cuda else torch.float32)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)

@@ -1,7 +1,7 @@
 """AdamW with warm-up, decay and clipping, whose whole state is plain tensors.
 
-Weights that are not float32 have a float32 copy here: gradients are summed into it, the step is taken on it, and the
-rounded result is what the model runs with. A small step is never lost to rounding, nor held back by it (`spread`).
+Weights that are not float32 have a float32 copy here: gradients are summed into it, the step is applied to it, and the
+model runs with the rounded result. A small step is neither lost nor delayed by rounding (`spread`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from plaudit.models.weights import read_stem
 
 
 class NotFinite(RunError):
-    """The weights are as they were before the update."""
+    """A loss or gradient is not finite; the weights are as they were before the update."""
 
 
 class Optimizer:
     key = "train.lr"
-    """The recipe's, of the rate."""
+    """The recipe's key of the learning rate."""
 
     def __init__(self, model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`beside`: parameters that learn with the model's, such as a value head on its trunk."""
+        """`beside`: parameters trained with those of the model, such as a value head on its trunk."""
         self.table = table
         self.parameters = trained(model, beside)
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
-        # Norms, biases and single vectors are scales, not maps: decaying them only shrinks the signal.
+        # Norms, biases and other vectors are scales, not maps: decaying them only shrinks the signal.
         decayed = [p for p in self.masters.values() if p.ndim > 1]
         plain = [p for p in self.masters.values() if p.ndim <= 1]
         self.adam = torch.optim.AdamW(
@@ -45,27 +45,27 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def drop(self) -> None:
-        """The gradients, before another model learns."""
+        """Drop the gradients, before another model is trained."""
         self.zero()
 
     def step(self, step: int) -> dict[str, float]:
-        """Clip, set the rate of this step, update. Refuses a gradient that is not finite: nothing is changed then."""
+        """Clip, set the rate of this step, update. Raises if a gradient is not finite, without changing anything."""
         norm = self._clip().item()
         if not math.isfinite(norm):
             raise NotFinite(
-                f"the gradient norm is {norm} at step {step}: the weights are left as they were; look at the data of "
-                f"this step, or go on with half the rate: --resume --set {self.key}={self.table.lr / 2:g}"
+                f"the gradient norm is {norm} at step {step}: the weights are left as they were; check the data of "
+                f"this step, or continue with half the rate: --resume --set {self.key}={self.table.lr / 2:g}"
             )
         rate = learning_rate(self.table, step)
         self._apply(rate)
         return {"grad_norm": norm, "lr": rate}
 
     def copies(self) -> list[Tensor]:
-        """float32 weights on the device, of narrower parameters."""
+        """The float32 copies on the device, of narrower parameters."""
         return [master for name, master in self.masters.items() if self._is_copy(name)]
 
     def moments(self) -> list[Tensor]:
-        """Those on the device. The step counts are left out: a number each."""
+        """The moments on the device, without the step counts, which are one number each."""
         return [value for state in self.adam.state.values() for key, value in state.items() if key != "step"]
 
     def gradients(self) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Optimizer:
         return list({id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}.values())
 
     def gradient(self, name: str) -> Tensor | None:
-        """Of this rank's part of a parameter, in the dtype of the step."""
+        """The gradient of this rank's part of a parameter, in the dtype of the step."""
         return self.masters[name].grad
 
     def put_gradient(self, name: str, gradient: Tensor) -> None:
@@ -107,7 +107,7 @@ class Optimizer:
         self.load({name: at.read() for name, at in read_stem(path).items()})
 
     def _apply(self, rate: float) -> None:
-        """The step itself, by gradients that are finite and clipped."""
+        """The step itself, with gradients that are finite and clipped."""
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
@@ -117,7 +117,7 @@ class Optimizer:
                 torch._foreach_copy_([local(self.parameters[n]) for n in rounded], [self.masters[n] for n in rounded])
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, or its float32 copy, into which its gradients then flow."""
+        """The parameter itself, or its float32 copy, into which its gradients are then summed."""
         whole = wide(parameter) and not isinstance(parameter, DTensor)
         return parameter if whole else local_master(parameter, local(parameter))
 
@@ -125,7 +125,7 @@ class Optimizer:
         return not wide(self.parameters[name])
 
     def _clip(self) -> Tensor:
-        """Scale the gradients down to the norm allowed; returns the norm they had."""
+        """Clip the gradients to the maximum norm; return the norm they had."""
         return nn.utils.clip_grad_norm_(list(self.masters.values()), self.table.clip_norm)
 
 
@@ -139,18 +139,18 @@ def wide(parameter: Tensor) -> bool:
 
 
 def kind(parameter: Tensor) -> torch.dtype:
-    """In which a parameter is stepped."""
+    """The dtype in which a parameter is stepped."""
     return parameter.dtype if wide(parameter) else torch.float32
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; of any other the tensor itself."""
+    """This rank's part of a sharded tensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_master(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """What the optimizer works on in place of `part` of a parameter: in float32 or wider, on the same memory if it is
-    that already. The parameter's gradients flow into it."""
+    """The optimizer's copy of `part` of a parameter, in float32 or wider; it shares the part's memory if that has this
+    dtype already. The parameter's gradients are summed into it."""
     master = nn.Parameter(part.detach() if wide(part) else spread(part.detach()))
 
     def move(of: Tensor) -> None:
@@ -164,23 +164,23 @@ def local_master(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
 
 
 def spread(weights: Tensor) -> Tensor:
-    """float32 values that round to these half-precision weights, each somewhere between its neighbours, where a hash of
-    the weight says.
+    """float32 values that round to these half-precision weights, each at a position between its neighbours chosen by a
+    hash of the weight.
 
-    Copies that begin on the weights themselves are all half a rounding step away from the next one: at a rate of 1e-5
-    the model would see nothing of a bfloat16 weight of 0.05 before a dozen steps in one direction. Spread out, every
-    step reaches its share of the weights at once, and their sum moves as the copies do.
+    Copies that start at the weights themselves are all half a rounding step away from the next value: at a rate of 1e-5
+    a bfloat16 weight of 0.05 would not change before a dozen steps in one direction. Spread out, each step changes a
+    share of the weights at once, and their sum moves as the copies do.
     """
     free = 23 - round(-math.log2(torch.finfo(weights.dtype).eps))  # bits of float32 that the narrow type does not have
     bits = weights.float().view(torch.int32)
     mixed = (bits >> free) * -0x61C8864F
     mixed = (mixed ^ (mixed >> 15 & 0x1FFFF)) * -0x7A143595
-    offset = (mixed >> 16 & 0xFFFF) % ((1 << free) - 1) - ((1 << free - 1) - 1)  # short of half a step either way
+    offset = (mixed >> 16 & 0xFFFF) % ((1 << free) - 1) - ((1 << free - 1) - 1)  # less than half a step
     return torch.where(weights == 0, 0, bits + offset).view(torch.float32)
 
 
 def learning_rate(table: TrainTable, step: int) -> float:
-    """The rate of a step, counted from 0: linear warm-up, then constant, linear or cosine to its final share."""
+    """The learning rate of a step, counted from 0: linear warm-up, then constant, linear or cosine decay."""
     if step < table.warmup:
         return table.lr * (step + 1) / table.warmup
     if table.schedule == "constant":

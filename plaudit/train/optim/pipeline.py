@@ -1,14 +1,14 @@
-"""A model's layers over stages of ranks, and packed micro-batches on their way through them.
+"""Pipeline parallelism: a model's layers over stages of ranks, through which packed micro-batches pass.
 
-    first    embeddings, its layers              hidden rows go to the same place of the next stage
-    ...      its layers                          rows come from the stage before and go on; their gradients come back
-    last     its layers, final norm, head        has the loss
+    first    embeddings, its layers              sends hidden rows to the same rank of the next stage
+    ...      its layers                          receives rows, sends its own; gradients return the other way
+    last     its layers, final norm, head        computes the loss
 
-Every rank knows the samples of a batch, so each stage packs a micro-batch for itself and knows the shape of the rows
-that come. Lengths differ from one to the next, which is why this is not torch.distributed.pipelining: its stages take
-the shapes of the first micro-batch for those of all. The order is 1F1B: a stage lets in as many micro-batches as there
-are stages after it, and from then on takes one back for each that it lets in. Tied embeddings are at both ends, which
-sum their gradients and so stay equal.
+Every rank knows the samples of a batch, so each stage packs a micro-batch itself and knows the shape of the rows it
+receives. Lengths differ between micro-batches, which torch.distributed.pipelining does not support: its stages assume
+the shapes of the first micro-batch for all. The schedule is 1F1B: a stage runs as many forward passes as there are
+stages after it, and from then on one backward pass per forward pass. Tied embeddings are on the first and the last
+stage, which sum their gradients and so stay equal.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ PART = "pipeline_stage"
 Batch = TypeVar("Batch")
 
 Made = tuple[Tensor, Callable[[], AbstractContextManager[None]]]
-"""What a forward pass gave, and in what context its backward pass runs."""
+"""The result of a forward pass, and the context in which its backward pass runs."""
 
 
 class Stage:
-    """One of the stages of a model, as a rank of it sees it; of a model in one piece the only one."""
+    """A rank's pipeline stage; without pipeline parallelism the only one."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.rows = ranks.stages
         self.gradients = ranks.back
         self.readers = ranks.readers
         self.ends = ranks.ends
-        self._came: deque[Tensor] = deque()
+        self._received: deque[Tensor] = deque()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
@@ -69,13 +69,13 @@ class Stage:
         return self.index == self.size - 1
 
     def results(self, group: Group) -> Group:
-        """After a pass, those who exchange what the last stage has read: the ranks that share the samples out, `group`,
-        in every stage."""
-        self._settle()
+        """The ranks that exchange the last stage's results after a pass: those that share the samples, `group`, in
+        every stage."""
+        self._wait_sent()
         return group if self.size == 1 else self.readers
 
     def learn(self, batches: Sequence[Batch], forward: Callable[[Batch], Made]) -> None:
-        """All micro-batches forward and back. `forward` gives the loss at the last stage, and rows at the others."""
+        """Forward and backward passes of all micro-batches. `forward` returns the loss on the last stage, else rows."""
         made: deque[Made] = deque()
         for number, batch in enumerate(batches):
             made.append(forward(batch))
@@ -83,37 +83,38 @@ class Stage:
                 self._back(*made.popleft())
         while made:
             self._back(*made.popleft())
-        self._settle()
+        self._wait_sent()
 
     def _back(self, out: Tensor, within: Callable[[], AbstractContextManager[None]]) -> None:
         gradient = None if self.last else self._receive(out, self.gradients, self.index + 1)
-        if out.requires_grad:  # the first stage's may have no adapter in it
+        if out.requires_grad:  # not if the first stage has no adapter
             with within():
                 out.backward(gradient)  # type: ignore[no-untyped-call]
         if self.index:
-            came = self._came.popleft().grad
-            assert came is not None, "every layer reads the rows that come in"
-            self._send(came, self.gradients, self.index - 1)
+            gradient = self._received.popleft().grad
+            assert gradient is not None, "every layer reads the received rows"
+            self._send(gradient, self.gradients, self.index - 1)
 
     def arrived(self, like: Tensor) -> Tensor:
-        """The rows of the micro-batch that is due, from the stage before."""
+        """Receive the rows of the next micro-batch from the previous stage."""
         rows = self._receive(like, self.rows, self.index - 1)
         if torch.is_grad_enabled():
-            self._came.append(rows.requires_grad_())
+            self._received.append(rows.requires_grad_())
         return rows
 
     def pass_on(self, rows: Tensor) -> None:
-        """To the next stage, if there is one."""
+        """Send rows to the next stage, if there is one."""
         if not self.last:
             self._send(rows.detach()[None], self.rows, self.index + 1)
 
-    def _settle(self) -> None:
-        """Wait until all that was sent has gone."""
+    def _wait_sent(self) -> None:
+        """Wait until all sends have completed."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
     def from_home(self, tensor: Tensor | None, home: int, like: Tensor, device: torch.device | str) -> Tensor:
-        """What the stage `home` has, on the same place of each stage; the others' own is not looked at."""
+        """The tensor of the stage `home`, broadcast to the same rank of each stage; the others' own tensors are
+        ignored."""
         if self.size == 1:
             assert tensor is not None
             return tensor
@@ -126,7 +127,7 @@ class Stage:
         return tensor
 
     def _send(self, rows: Tensor, group: Group, stage: int) -> None:
-        # Nobody waits here: of what is on its way the neighbour has taken all but as many as there are stages.
+        # These waits return at once: the neighbour has received all but at most as many sends as there are stages.
         rows = rows.contiguous()
         work = dist.isend(rows, group=group.channel, group_dst=stage)
         assert work is not None
@@ -149,7 +150,7 @@ def stage_of(module: nn.Module) -> Stage:
 
 
 class Arrival(Elsewhere):
-    """Stands for the layer before a stage's first: here the rows come in."""
+    """Replaces the layer before a stage's first: it receives the rows."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class Arrival(Elsewhere):
 
 
 def keep_stage(module: nn.Module, stage: Stage) -> dict[str, int]:
-    """Leave a stage's part of a whole module. Returns which stage has each tensor, by its names in the whole."""
+    """Reduce a whole module to a stage's part. Returns the stage of each tensor, by its name in the whole module."""
     base = trunk(module)
     layers, place = stages_of(base), RankPosition(stage.index, 1, stage.size)
     own = place.layers(len(layers))
@@ -182,14 +183,14 @@ def keep_stage(module: nn.Module, stage: Stage) -> dict[str, int]:
             if part is not layers and part is not embedding and name not in UNPLANNED:
                 setattr(base, name, Elsewhere())
         drop_head(module)
-        if isinstance(getattr(module, "score", None), nn.Module):  # of values, or of a judge
+        if isinstance(getattr(module, "score", None), nn.Module):  # the head of a critic or a reward model
             module.score = Elsewhere()
     setattr(module, PART, stage)
     return homes
 
 
 def _blank_rows(embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
-    """In place of a look-up at the last stage, whose rows come from the one before."""
+    """Replaces the look-up on the last stage, whose rows come from the previous one."""
     return NoEmbedding(embedding.weight.shape[1], embedding.weight.dtype)(input_ids)  # type: ignore[no-any-return]
 
 
@@ -206,7 +207,7 @@ def _homes(module: nn.Module, stages: int) -> dict[str, int]:
 
 
 def tied_names(module: nn.Module) -> set[str]:
-    """Of embeddings that are the head too."""
+    """The names of embeddings that are tied to the head."""
     head: nn.Module | None = getattr(module, "get_output_embeddings", lambda: None)()
     if head is None:
         return set()
@@ -217,11 +218,11 @@ def tied_names(module: nn.Module) -> set[str]:
 
 
 def check_stages(module: nn.Module, stages: int) -> None:
-    """Raise if the layers of a module cannot be divided so. It may be on the meta device."""
+    """Raise if the layers of a module, which may be on the meta device, cannot be divided into so many stages."""
     base = trunk(module)
     if mixers_of(module):
         raise ModelError(
             f"{type(base).__name__} has recurrent layers, which resources.pipeline_parallel = {stages} does not divide "
-            "yet: set data_parallel in its place"
+            "yet: use data_parallel instead"
         )
     RankPosition(0, 1, stages).layers(len(stages_of(base)))

@@ -1,7 +1,7 @@
-"""Gradients that are the same to the bit each time, on a GPU.
+"""Bit-reproducible gradients on a GPU.
 
-Some of torch's kernels add up by atomics, in whatever order their blocks come: the backward passes of attention and of
-taking rows. Inside `repeatable` each takes its variant with one order, and one that has none raises.
+Some of torch's kernels sum by atomics, in the order in which their blocks finish: the backward passes of attention and
+of indexing rows. Inside `repeatable` each uses its deterministic variant, and a kernel without one raises.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from plaudit.errors import RunError
 
-WORKSPACE = ":4096:8"  # cuBLAS: workspaces of a stream's own, as large as its default on a Hopper card
+WORKSPACE = ":4096:8"  # cuBLAS: one workspace per stream, as large as its default on a Hopper GPU
 
 
 @contextmanager
-def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """A CPU's kernels have one order already, for one number of threads."""
-    if device.type != "cuda" or not wanted:
+def repeatable(device: torch.device, enabled: bool = True) -> Iterator[None]:
+    """Does nothing on a CPU, whose kernels are deterministic for a given number of threads."""
+    if device.type != "cuda" or not enabled:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
@@ -29,15 +29,15 @@ def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
+    memory.fill_uninitialized_memory = False  # it writes every new tensor twice, for debugging
     try:
         yield
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
         raise RunError(
-            f"{str(error).split(',')[0].split('.')[0]}: a run that can be made again to the bit cannot use it; set "
-            "train.deterministic = false to do without"
+            f"{str(error).split(',')[0].split('.')[0]}: a bit-reproducible run cannot use it; set "
+            "train.deterministic = false to allow it"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

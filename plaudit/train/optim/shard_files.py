@@ -1,7 +1,7 @@
 """Sharded models and optimizers on disk, written by all ranks at once: safetensors files and an index in JSON.
 
 Every tensor is whole and in one file, and every rank writes one file, so whatever reads sharded safetensors reads them,
-and so does any number of ranks. Tensors are put together one at a time: beside its shards a rank has one at most.
+and so does any number of ranks. Tensors are gathered one at a time: beside its shards a rank has at most one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = {dtype: name for name, dtype in TORCH.items()}
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that is put together when `gather` is called, by all ranks."""
+    """A tensor that is gathered when all ranks call `gather`."""
 
     name: str
     dtype: torch.dtype
@@ -50,9 +50,10 @@ class Whole:
 
 
 def write_shards(path: Path, tensors: Sequence[Whole], group: Group) -> None:
-    """`path` is the file that one process would write: model.safetensors becomes model-00001-of-00002.safetensors, one
-    for each rank that has a share, and model.safetensors.index.json. All ranks give the same tensors."""
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # as safetensors does: then all are aligned
+    """Write tensors as one file per rank. `path` is the file that a single process would write: model.safetensors
+    becomes model-00001-of-00002.safetensors, one for each rank that has a share, and model.safetensors.index.json. All
+    ranks pass the same tensors."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # as safetensors does, for alignment
     total = sum(tensor.nbytes for tensor in tensors)
     owners, passed = [], 0
     for tensor in tensors:
@@ -70,7 +71,7 @@ def write_shards(path: Path, tensors: Sequence[Whole], group: Group) -> None:
 
 
 def of_all_stages(tensors: Sequence[Whole], stage: Stage) -> list[Whole]:
-    """What the stages have between them, on each. A tensor comes from the first that has it."""
+    """The tensors of all stages, on each. A tensor comes from the first stage that has it."""
     if stage.size == 1:
         return list(tensors)
     own = {tensor.name: tensor for tensor in tensors}
@@ -93,7 +94,7 @@ def shard_name(path: Path, rank: int, group: Group) -> str:
 
 
 def _write_part(path: Path, tensors: Sequence[Whole], mine: Sequence[bool]) -> None:
-    """This rank's file. An error waits until the end, for the others need this rank to go on."""
+    """Write this rank's file. An error is raised at the end, since the other ranks' gathers need this one."""
     failed: OSError | None = None
     own = [tensor for tensor, yes in zip(tensors, mine, strict=True) if yes]
     with ExitStack() as stack:
@@ -133,12 +134,12 @@ def _header(tensors: Sequence[Whole]) -> bytes:
 def save_shards(
     shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: Path, *, reward: str | None = None
 ) -> None:
-    """As `models.save`, by all ranks together."""
+    """`models.save` for a sharded model. Collective."""
     group = shards.everyone
     main = group.index == 0
     skeleton = shards.skeleton
     base: Any = skeleton.trunk if isinstance(skeleton, ValueModel) else skeleton
-    if not _one_by_one(base):  # transformers stores other tensors, made of several of these
+    if not _one_by_one(base):  # transformers stores tensors that combine several of these
         module = shards.gathered()
         together(group, lambda: None if module is None else save(module, tokenizer, directory, reward=reward))
         return
@@ -176,7 +177,7 @@ def save_shards(
 
 
 def stored_as(module: Any, name: str, like: Tensor, gather: Callable[[], Tensor]) -> list[Whole]:
-    """What transformers stores of a tensor of a module: itself, or what it makes of it, such as a tensor an expert."""
+    """What transformers stores for a tensor of a module: itself, or tensors made from it, such as one per expert."""
     blank = torch.empty(like.shape, dtype=like.dtype, device="meta")
     made = revert_weight_conversion(module, {name: blank})
     if made.keys() == {name}:
@@ -184,7 +185,7 @@ def stored_as(module: Any, name: str, like: Tensor, gather: Callable[[], Tensor]
     taken: dict[str, Tensor] = {}
 
     def take(part: str) -> Tensor:
-        if not taken:  # put together for the first of them
+        if not taken:  # gathered for the first of them
             taken.update(revert_weight_conversion(module, {name: gather()}))
         return taken.pop(part)
 
@@ -192,7 +193,7 @@ def stored_as(module: Any, name: str, like: Tensor, gather: Callable[[], Tensor]
 
 
 def _one_by_one(module: Any) -> bool:
-    """Whether each of the module's tensors is stored by itself, as it is or in parts."""
+    """Whether each of the module's tensors is stored on its own, as it is or in parts."""
     tensors = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     single = [key for name, tensor in tensors.items() for key in revert_weight_conversion(module, {name: tensor})]
     return sorted(single) == sorted(revert_weight_conversion(module, tensors))

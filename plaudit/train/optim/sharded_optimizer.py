@@ -1,7 +1,7 @@
 """The optimizer of a sharded module: AdamW on this rank's parts, as plain tensors, on the device or in host memory.
 
-torch's clipping and its fused AdamW refuse parameters of different meshes side by side. On local parts both are simple
-again; only the norm needs an exchange. Its state is saved as whole tensors, so that a run can go on with other ranks.
+torch's clipping and its fused AdamW reject parameters of different meshes together. On local parts both are simple;
+only the norm needs an exchange. The state is saved as whole tensors, so that a run can resume on other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from plaudit.train.run.ranks import DATA, TENSOR, Group
 
 
 class ShardedOptimizer(Optimizer):
-    """Parameters `beside` the module's are whole on every rank, of which each adds its share of the gradient."""
+    """AdamW of a sharded module. Parameters `beside` the module's are whole on every rank; their gradients are
+    summed."""
 
     def __init__(self, shards: Shards, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
         self.shards = shards
@@ -39,7 +40,7 @@ class ShardedOptimizer(Optimizer):
         for name, parameter in self.parameters.items():
             split, stage, gradient = name in self.shards.parameters, self.shards.stage, self.gradient(name)
             if not split and stage.size > 1 and stage.rows.any(gradient is not None):
-                if gradient is None:  # the last stage alone has one
+                if gradient is None:  # only the last stage has one
                     gradient = torch.zeros_like(parameter, dtype=kind(parameter))
                     self.put_gradient(name, gradient)
                 dist.all_reduce(gradient, group=stage.rows.channel)
@@ -51,7 +52,7 @@ class ShardedOptimizer(Optimizer):
             if alike > 1:
                 dist.all_reduce(gradient, group=tensor.get_group())
                 if name not in self.shards.summed:
-                    # The ranks computed the same; after the mean they also have the same bits, and stay together.
+                    # The ranks computed the same up to rounding; the mean makes their bits equal, so they stay equal.
                     gradient /= alike
             copies = alike if split else alike * data.size() * stage.size
             if name in self.shards.on_both_ends:
@@ -72,17 +73,17 @@ class ShardedOptimizer(Optimizer):
         give_back(sum(part.numel() * kind(part).itemsize for part in parts))
 
     def save(self, path: Path) -> None:
-        """By all ranks, tensor by tensor."""
+        """Collective; tensor by tensor."""
         tensors = [self._whole(name, part) for name, part in self.state().items()]
         write_shards(path, of_all_stages(tensors, self.shards.stage), self.shards.everyone)
 
     def restore(self, path: Path) -> None:
-        """This rank's parts, whoever wrote them."""
+        """Load this rank's parts, whichever ranks wrote them."""
         stored = {name: at for name, at in read_stem(path).items() if self._here(name)}
         self.load({name: at.read(*self._cuts(name, at)) for name, at in stored.items()})
 
     def _here(self, path: str) -> bool:
-        """Whether it is of a parameter of this stage's."""
+        """Whether a path belongs to a parameter of this stage."""
         name = path.split("/", 1)[1]
         return name not in self.shards.homes or name in self.shards.parameters
 
@@ -98,8 +99,8 @@ class ShardedOptimizer(Optimizer):
 
 
 class ShardedHostOptimizer(ShardedOptimizer, HostOptimizer):
-    """Each rank has the moments and float32 weights of its parts in its host's memory, and steps them through its
-    device; norms and checkpoints are those of all ranks."""
+    """Each rank keeps the moments and float32 weights of its parts in host memory and steps them on its device; norms
+    and checkpoints are those of all ranks."""
 
     def _everyone(self) -> Group:
         return self.shards.everyone
@@ -108,7 +109,7 @@ class ShardedHostOptimizer(ShardedOptimizer, HostOptimizer):
 def new_optimizer(
     model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None, shards: Shards | None = None
 ) -> Optimizer:
-    """Of a model on one rank or, with `shards`, over several."""
+    """The optimizer of a model on one rank or, with `shards`, over several."""
     if shards is not None:
         return (ShardedHostOptimizer if table.offload_optimizer else ShardedOptimizer)(shards, table, beside)
     if isinstance(table, SupervisedTrain) and table.optimizer == "muon":

@@ -1,9 +1,9 @@
-"""A module spread over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension,
+"""A module sharded over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension,
 experts (experts.py) over a mesh of their own.
 
-FSDP2 holds a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan that comes with
-the model (transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not. A
-stage of a pipeline has its own layers alone, which are spread over its ranks so.
+FSDP2 keeps a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan of the model
+(transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not. A pipeline
+stage has only its own layers, which are sharded over its ranks in the same way.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from plaudit.core.model.stages import Elsewhere
 from plaudit.errors import ModelError
 from plaudit.models.weights import Cut, Readable
 from plaudit.train.optim.context import alike
-from plaudit.train.optim.experts import deal_out
+from plaudit.train.optim.experts import shard_experts
 from plaudit.train.optim.pipeline import ONLY, Stage, keep_stage, tied_names
 from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Group, Ranks
 
 FORWARD = "sharded_rows"
 
-# It advises against gathering over two dimensions one after the other, which is the only way for FSDP2 under tensor
-# parallelism, and exact.
+# It warns about gathering over two dimensions one after the other, which is exact, and the only way for FSDP2 with
+# tensor parallelism.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class Shards:
-    """Splits `module` in place; from then on its parameters are DTensors, this rank's parts of the whole."""
+    """Shards `module` in place: its parameters become DTensors, this rank's shards."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         assert ranks.mesh is not None
@@ -52,26 +52,26 @@ class Shards:
         self.everyone = ranks.everyone
         self.skeleton = _copied(module, "meta")
         self.blanks = self.skeleton.state_dict()
-        """Shapes and dtypes of all tensors that are saved."""
+        """Shapes and dtypes of all saved tensors."""
         self.learning = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        """Names of what learns, on all stages."""
+        """Names of the trained parameters, of all stages."""
         self.stage = ONLY if ranks.stages.size == 1 else Stage(ranks)
         self.homes: dict[str, int] = {}
-        """Of several stages, which one has each tensor."""
+        """With several stages: the stage of each tensor."""
         self.on_both_ends: set[str] = set()
-        """Embeddings of the first stage that are the head of the last: their gradients add up."""
+        """Embeddings of the first stage tied to the head of the last: their gradients are summed."""
         if self.stage.size > 1:
             self.on_both_ends = tied_names(module)
             self.homes = keep_stage(module, self.stage)
         self.summed: set[str] = set()
-        """Parameters that every tensor rank has whole and uses for its own heads only: their gradients add up."""
+        """Parameters that every tensor rank has whole but uses for its own heads only: their gradients are summed."""
         if self.mesh[TENSOR].size() > 1:
             self._split_matrices(ranks.experts is not None)
             self._split_vocabulary()
-        # Gradients are summed in float32, whatever the weights are in.
+        # Gradients are summed in float32, whatever the dtype of the weights.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         if ranks.experts is not None:
-            for experts in deal_out(module, ranks):
+            for experts in shard_experts(module, ranks):
                 fully_shard(experts, mesh=ranks.experts[COPIES], mp_policy=policy)
         for layer in _layers(module):
             if not isinstance(layer, Elsewhere):
@@ -80,30 +80,30 @@ class Shards:
         fully_shard(module, mesh=self.mesh[DATA], mp_policy=policy, reshard_after_forward=False)
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                # The weights of tokens are those of the whole minibatch: shares add up, they are not averaged.
+                # Token weights are relative to the whole minibatch: gradients are summed over ranks, not averaged.
                 part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no average
         setattr(module, FORWARD, MethodType(_rows, module))
         register_fsdp_forward_method(module, FORWARD)
         self.parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
         self.splits = self._splits()
 
     def _splits(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """How each parameter of all stages is cut."""
+        """How each parameter of all stages is split."""
         mine = {name: split_of(parameter) for name, parameter in self.parameters.items()}
         kind = dict[str, tuple[tuple[int, int, int], ...]]
         return {name: each for theirs in self.stage.rows.gather_values(mine, kind) for name, each in theirs.items()}
 
     def fill(self, stored: Mapping[str, Readable], device: str) -> None:
-        """Give a module that was split on the meta device its weights: of every tensor just this rank's part is read.
-        Those that are not stored are zeros."""
+        """Load the weights of a module that was sharded on the meta device, reading only this rank's part of each
+        tensor. Tensors that are not stored become zeros."""
         self.module._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor
         )
         self.parameters = dict(self.module.named_parameters())  # type: ignore[arg-type]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                at = stored.get(name.replace(".base_layer.", "."))  # as a layer with an adapter beside it calls it
+                at = stored.get(name.replace(".base_layer.", "."))  # the name in a layer with an adapter
                 if at is not None and (local := parameter.to_local()).numel():
                     local.copy_(at.read(*cuts(parameter)))
             for name, buffer in self.module.named_buffers():
@@ -111,12 +111,12 @@ class Shards:
                     buffer.copy_(stored[name].read())
 
     def learned(self) -> dict[str, Tensor]:
-        """The parameters that learn, whole, on the CPU of every rank: for adapters, which are small."""
+        """The trained parameters, whole, on the CPU of every rank: for adapters, which are small."""
         return {name: self.full(name).detach().cpu().contiguous() for name in self.learning}
 
     def put(self, name: str, value: Tensor) -> None:
-        """Give a parameter its value, of which every rank has the whole."""
-        if (parameter := self.parameters.get(name)) is None:  # another stage's
+        """Set a parameter from its whole value, which every rank has."""
+        if (parameter := self.parameters.get(name)) is None:  # of another stage
             return
         with torch.no_grad():
             for cut in cuts(parameter):
@@ -128,21 +128,21 @@ class Shards:
         return next(iter(self.parameters.values())).device
 
     def whole(self, part: Tensor, like: DTensor) -> Tensor:
-        """A tensor that is split as a parameter is, put together. Every rank takes part."""
+        """The whole of a tensor that is split as the parameter `like` is. Collective: every rank must call it."""
         split = DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
         return split.full_tensor()
 
     def full(self, name: str) -> Tensor:
-        """A parameter, or a buffer that is saved, put together, whatever stage it is on. Every rank takes part."""
+        """The whole of a parameter or saved buffer, of any stage. Collective: every rank must call it."""
         home, tensor = self.homes.get(name, 0), None
         if home == self.stage.index:
             tensor = full(self.parameters[name] if name in self.parameters else self.module.get_buffer(name))
         return self.stage.from_home(tensor, home, self.blanks[name], self.device)
 
     def publish(self, copy_of: nn.Module) -> int:
-        """Write the weights that learn into a whole copy of the module, one parameter at a time; their bytes."""
+        """Write the trained weights into a whole copy of the module, one parameter at a time; return their bytes."""
         targets, size = dict(copy_of.named_parameters()), 0
         with torch.no_grad():
             for name in self.learning:
@@ -152,7 +152,7 @@ class Shards:
         return size
 
     def gathered(self) -> nn.Module | None:
-        """The whole module on the CPU of the main rank, for saving; None on the others, which take part."""
+        """The whole module on the CPU of the main rank, for saving; None on the others. Collective."""
         whole = _copied(self.skeleton, "cpu") if self.everyone.index == 0 else None
         targets = {} if whole is None else dict(whole.named_parameters())
         with torch.no_grad():
@@ -163,8 +163,8 @@ class Shards:
         return whole
 
     def on_both(self, name: str) -> bool:
-        """Whether a parameter is split over both dimensions of its mesh; else each tensor rank has it whole."""
-        parameter = self.parameters[name]  # a bias that is added after the ranks' sum is on both, and whole on one
+        """Whether a parameter is sharded over both dimensions of its mesh; else each tensor rank has it whole."""
+        parameter = self.parameters[name]  # one that is added after the sum over ranks is replicated over one of them
         return parameter.device_mesh.ndim == 2 and not any(isinstance(each, Replicate) for each in parameter.placements)
 
     def _split_matrices(self, dealt: bool) -> None:
@@ -196,7 +196,7 @@ class Shards:
         if (size - 1) * _most(tokens, size) >= tokens:
             raise ModelError(
                 f"a vocabulary of {tokens} tokens leaves a rank of tensor_parallel = {size} none, at "
-                f"⌈{tokens} / {size}⌉ = {_most(tokens, size)} tokens each: take fewer ranks"
+                f"⌈{tokens} / {size}⌉ = {_most(tokens, size)} tokens each: use fewer ranks"
             )
         split: dict[nn.Parameter, nn.Parameter] = {}
         for part in tables:
@@ -210,14 +210,14 @@ class Shards:
 
 
 def _own_heads(linear: nn.Linear, cut: Cut, group: Group, x: Tensor) -> Tensor:
-    """Of a matrix that every rank has whole: keys or values of a head that several ranks share."""
+    """Applies a matrix that every rank has whole: keys or values of a head that several ranks share."""
     bias = None if linear.bias is None else cut.of(linear.bias)
     return F.linear(alike(x, group), cut.of(linear.weight), bias)
 
 
 class _OwnRows(TorchFunctionMode):
-    """Within it an embedding that is split by tokens looks up its own. DTensor can do that too, but makes the gradient
-    of the whole vocabulary on every rank."""
+    """A mode in which an embedding that is split by tokens looks up its own rows. DTensor can do that too, but
+    allocates the gradient of the whole vocabulary on every rank."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.embedding and isinstance(args[1], DTensor):
@@ -227,10 +227,10 @@ class _OwnRows(TorchFunctionMode):
 
 def _look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     with _OwnRows():
-        rows: Tensor = type(embedding).forward(embedding, tokens)  # which may scale them
+        rows: Tensor = type(embedding).forward(embedding, tokens)  # the type may scale them
     if embedding.padding_idx is None:
         return rows
-    return torch.where((tokens == embedding.padding_idx)[..., None], rows.detach(), rows)  # padding learns nothing
+    return torch.where((tokens == embedding.padding_idx)[..., None], rows.detach(), rows)  # padding has no gradient
 
 
 class Head(NamedTuple):
@@ -242,7 +242,7 @@ class Head(NamedTuple):
 
 
 def head_of(module: nn.Module) -> Head:
-    """Of a module that may be sharded, as it is between a forward pass and its backward."""
+    """The head of a module that may be sharded; call it between a forward pass and its backward pass."""
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head.weight, DTensor):
         return Head(head.weight, head.bias, None)
@@ -251,19 +251,19 @@ def head_of(module: nn.Module) -> Head:
 
 
 def _split(table: DTensor) -> SplitVocabulary:
-    """Of a (V, hidden) whose shards over the data dimension are gathered."""
+    """The split of a table (V, hidden) whose shards over the data dimension are gathered."""
     (cut,) = cuts(table)
     return SplitVocabulary(cut.start, cut.end, _most(table.shape[0], table.device_mesh.size()), table.device_mesh)
 
 
 def _most(tokens: int, ranks: int) -> int:
-    """How many a rank has: as torch.chunk deals them out, all but the last."""
+    """The number of tokens of each rank but the last, as torch.chunk splits them."""
     return -(-tokens // ranks)
 
 
 def cuts(like: DTensor) -> list[Cut]:
-    """What this rank has of a tensor that is split as a parameter is: first the part of its tensor rank, of that the
-    part of its data rank, each as torch.chunk cuts."""
+    """This rank's part of a tensor that is split as a parameter is: first by its tensor rank, then by its data rank,
+    each as torch.chunk splits."""
     parts: list[Cut] = []
     shape = list(like.shape)
     for mesh_dim, placement in reversed(list(enumerate(like.placements))):
@@ -279,13 +279,13 @@ def cuts(like: DTensor) -> list[Cut]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Put together, if it is sharded; every rank takes part."""
+    """The whole tensor, gathered if it is sharded; then every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def split_of(parameter: DTensor) -> tuple[tuple[int, int, int], ...]:
-    """Its cuts in their order: how far apart the ranks are that have the parts, how many, and along which dimension.
-    FSDP cuts what tensor or expert parallelism has left of a dimension: of the mesh's the last cuts first."""
+    """Its splits in order: the distance of the ranks that have the parts, the number of parts, and the dimension. FSDP
+    splits what tensor or expert parallelism leaves of a dimension: the last dimension of the mesh splits first."""
     ranks, parts = parameter.device_mesh.mesh, []
     for axis, placement in enumerate(parameter.placements):
         if hasattr(placement, "dim"):
@@ -306,15 +306,15 @@ def packed_rows(module: nn.Module, packed: Packed) -> Tensor:
     return rows
 
 
-def let_go(module: nn.Module) -> None:
-    """After a forward pass without a backward: free what it left gathered, which would soon be older than the shards.
-    Does nothing to a module that is not sharded."""
+def free_gathered(module: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass left gathered, before the shards change. Does
+    nothing to a module that is not sharded."""
     if isinstance(module, FSDPModule):
         module.reshard()
 
 
 def _rows(module: nn.Module, packed: Packed) -> Tensor:
-    # FSDP2 hangs its hook on what is returned, and a view of something else would lose it.
+    # FSDP2 registers a hook on the returned tensor; on a view of another tensor it would be lost.
     return hidden_rows(module, packed).clone()
 
 

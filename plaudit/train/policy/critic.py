@@ -19,7 +19,7 @@ from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.pipeline import Made, stage_of
 from plaudit.train.optim.shard_files import save_shards
-from plaudit.train.optim.sharding import Shards, let_go
+from plaudit.train.optim.sharding import Shards, free_gathered
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import (
     MicroBatch,
@@ -148,7 +148,7 @@ class SharedCritic:
             counted = send((weights[rows] * float(batch.counts)).numpy(), device)
             loss = policy.value_loss(part, responses, hidden, counted, tally if batch.counts else Tally())
             (policy.value_coef * loss).backward()  # type: ignore[no-untyped-call]
-        let_go(policy.module)
+        free_gathered(policy.module)
         return tally.gathered(policy.stage.results(policy.group))
 
     def update(self, experience: Experience, step: int) -> Tally:

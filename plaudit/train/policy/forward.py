@@ -1,8 +1,8 @@
 """The learner's forward pass: log-probs, entropies and values of response tokens, packed, with or without gradients.
 
-The token at t is predicted by the row of the token before it. Only the policy's own tokens are read; a tool's cost no
-head. Samples share the rows of a common beginning, their prompt above all: it is computed once, and its gradient is the
-sum of theirs.
+The token at t is predicted by the row of the token before it. The head is applied only for the policy's own tokens, not
+for those of tools. Samples share the rows of a common prefix, such as their prompt: it is computed once, and its
+gradient is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from plaudit.errors import DataError
 from plaudit.records import Sample
 from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
-from plaudit.train.optim.sharding import head_of, let_go, packed_rows
+from plaudit.train.optim.sharding import free_gathered, head_of, packed_rows
 from plaudit.train.run.ranks import ONE, Group
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Samples packed into one row, and where their response tokens lie. Where ranks share the row out, `packed` is this
-    one's slice, rows are counted from its first, and those that lie outside are not read here."""
+    """Samples packed into one row, and the positions of their response tokens. If ranks split the row, `packed` is this
+    rank's slice, rows are counted from its first, and those outside of it are not read on this rank."""
 
     packed: Packed
     before: Tensor
@@ -42,18 +42,18 @@ class Responses:
     targets: Tensor
     """(T,) the response tokens."""
     own: Tensor
-    """(K,) which of the T are the policy's, and predicted here."""
+    """(K,) which of the T are the policy's own and predicted on this rank."""
     ends: Tensor
     """(N,) row of each sample's last token."""
     valued: Tensor
-    """(V,) which of the rows `before` and `ends` are here."""
+    """(V,) which of the rows `before` and `ends` are on this rank."""
     context: Group = ONE
-    """The ranks that share the row out."""
+    """The ranks that split the row."""
     replay: Replay | None = None
-    """Of a mixture, the experts that the engine chose."""
+    """For a mixture of experts: the experts that the engine chose."""
 
     def whole(self, at: Tensor, values: Tensor, count: int) -> Tensor:
-        """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
+        """(count, ...): the values of all ranks at their positions `at`, and 0 elsewhere."""
         return placed(at, values, count, self.context)
 
 
@@ -63,7 +63,7 @@ def pack_responses(
     sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
     experts = None if routing is None else [_experts(sample, routing) for sample in samples]
     keys: Sequence[Any] = sequences
-    if experts is not None:  # a row is shared where the engine chose the same experts for it
+    if experts is not None:  # a row is shared only if the engine chose the same experts for it
         keys = [
             [*zip_longest(ids, map(bytes, chosen), fillvalue=b"")]
             for ids, chosen in zip(sequences, experts, strict=True)
@@ -95,20 +95,20 @@ def pack_responses(
 def _experts(sample: Sample, routing: Routing) -> np.ndarray:
     if sample.experts is None:
         raise DataError(
-            "train.routing_replay is on, and a sample has no experts: draw samples with it on, or leave it out"
+            "train.routing_replay is on, and a sample has no experts: generate samples with it on, or remove it"
         )
     return routing.rows(sample.experts, len(sample.prompt_ids) + len(sample.token_ids))
 
 
 def replaying(routing: Routing | None, responses: Responses) -> AbstractContextManager[None]:
-    """Forward passes inside, and what a backward pass recomputes, take the engine's experts."""
+    """A context in which forward passes, and those recomputed by a backward pass, use the engine's experts."""
     return nullcontext() if routing is None else routing.by(responses.replay)
 
 
 def logprobs_and_entropy(
     decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(T,) each, 0 at tokens that are not the policy's."""
+    """(T,) each; 0 at tokens that are not the policy's own."""
     own, head = responses.own, head_of(decoder.module)
     logp, entropy = token_logprobs_and_entropy(
         rows_at(hidden, responses.before[own]), head.weight, responses.targets[own], head.bias, temperature=temperature,
@@ -121,8 +121,8 @@ def logprobs_and_entropy(
 def column_logprobs_of(
     decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, columns: Tensor
 ) -> Tensor:
-    """(T, K): the log-probs of the tokens `columns` (T, K) in place of each response token, 0 where it is not the
-    policy's."""
+    """(T, K): the log-probs of the tokens `columns` (T, K) at the position of each response token, 0 where that is not
+    the policy's own."""
     own, head = responses.own, head_of(decoder.module)
     logp = column_logprobs(
         rows_at(hidden, responses.before[own]), head.weight, columns[own], head.bias, temperature,
@@ -134,8 +134,8 @@ def column_logprobs_of(
 def likeliest_of(
     decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, count: int, among: int
 ) -> tuple[Tensor, Tensor]:
-    """(T, count) each: the likeliest tokens in place of each response token, of the first `among` of the vocabulary,
-    and their log-probs; 0 where it is not the policy's."""
+    """(T, count) each: the likeliest tokens at the position of each response token, of the first `among` of the
+    vocabulary, and their log-probs; 0 where that is not the policy's own."""
     own, head = responses.own, head_of(decoder.module)
     tokens, logp = likeliest(
         rows_at(hidden, responses.before[own]), head.weight, count, among, head.bias, temperature,
@@ -174,13 +174,13 @@ def read_values(
         if batch.counts:
             before.append(at.cpu())
             after.append(end.cpu())
-    let_go(module)
+    free_gathered(module)
     readers = stage.results(group)
     return readers.concatenate(before), readers.concatenate(after)
 
 
 def hidden_of(module: nn.Module, responses: Responses) -> Tensor:
-    """Final hidden states. An earlier stage gives those of its last layer, which are on their way to the next."""
+    """Final hidden states. Earlier stages return those of their last layer, and send them to the next stage."""
     rows = packed_rows(module, responses.packed)
     stage_of(module).pass_on(rows)
     return rows
@@ -189,24 +189,24 @@ def hidden_of(module: nn.Module, responses: Responses) -> Tensor:
 @dataclass(frozen=True)
 class MicroBatch:
     indices: list[int]
-    """Samples that follow each other."""
+    """Consecutive samples."""
     counts: bool = True
-    """False: only computed because the other ranks compute too."""
+    """False: computed only because the other ranks compute too."""
 
 
 def micro_batches(samples: Sequence[Sample], budget: int, group: Group, together: int = 1) -> list[MicroBatch]:
-    """This rank's share of the samples. Each `together` that follow each other are as one."""
+    """This rank's share of the samples, in micro-batches. Each `together` consecutive samples stay together."""
     return shared_batches([len(s.prompt_ids) + len(s.token_ids) for s in samples], budget, group, together)
 
 
 def shared_batches(tokens: Sequence[int], budget: int, group: Group, together: int = 1) -> list[MicroBatch]:
-    """This rank's share of samples of so many tokens, in batches of the budget. Every rank has as many batches: sharded
-    weights are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not
-    count."""
+    """This rank's share of samples with these numbers of tokens, in batches within the token budget. Every rank has the
+    same number of batches, since gathering sharded weights is collective: a rank with fewer computes the shortest
+    sample again, which does not count."""
     sizes = np.array(tokens).reshape(-1, together).sum(1)
     members = np.arange(len(tokens)).reshape(-1, together)
     ends = np.cumsum(sizes)
-    # Cut where the tokens are halved, thirded, ...: a rank's time goes with its tokens.
+    # Split into equal numbers of tokens: a rank's time is proportional to its tokens.
     cuts = np.searchsorted(ends, [ends[-1] * part / group.size for part in range(1, group.size)], side="right")
     shares = []
     for share in np.split(np.arange(len(sizes)), cuts):
@@ -218,13 +218,13 @@ def shared_batches(tokens: Sequence[int], budget: int, group: Group, together: i
 
 
 def by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Their indices in order, as many together as the token budget holds; a larger one goes alone."""
+    """Their indices in order, as many in a batch as fit in the token budget; a larger one is a batch of its own."""
     batches: list[list[int]] = []
-    room = 0
+    left = 0
     for index, size in enumerate(sizes):
-        if size > room or not batches:
+        if size > left or not batches:
             batches.append([])
-            room = budget
+            left = budget
         batches[-1].append(index)
-        room -= size
+        left -= size
     return batches

@@ -20,7 +20,7 @@ from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.core.routing import Routing
 from plaudit.records import Sample
 from plaudit.train.optim.pipeline import Made, stage_of
-from plaudit.train.optim.sharding import let_go
+from plaudit.train.optim.sharding import free_gathered
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import (
     MicroBatch,
@@ -70,7 +70,7 @@ class Policy:
                 hidden = hidden_of(self.module, responses)
             if batch.counts and self.stage.last:
                 parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
-        let_go(self.module)
+        free_gathered(self.module)
         return self.stage.results(self.group).concatenate(parts)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

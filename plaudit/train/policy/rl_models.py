@@ -1,4 +1,4 @@
-"""The models of an RL run: the policy, the reference it is held near, its teachers, the critic."""
+"""The models of an RL run: the policy, the reference model of its KL penalty, its teachers, the critic."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from plaudit.train.run.ranks import Ranks
 
 
 def check_models(recipe: RlRecipe) -> None:
-    """Raise if a model cannot do what the recipe wants of it, before any weights are read."""
+    """Raise if a model cannot do what the recipe requires, before any weights are read."""
     check_routing(recipe)
     check_ranks(recipe)
 
@@ -72,14 +72,14 @@ def check_routing(recipe: RlRecipe) -> None:
 
 
 def check_ranks(recipe: RlRecipe) -> None:
-    """Raise if ranks cannot share out rows, experts or layers of one of the models, before any weights are read."""
+    """Raise if ranks cannot split rows, experts or layers of one of the models, before any weights are read."""
     critic = None if recipe.critic is None else recipe.critic.path
     teachers = [table.path for table in recipe.algorithm.teachers.values()]
     check_layout(recipe.resources, recipe.model, [critic, *teachers])
 
 
 def check_layout(resources: RanksTable, table: ModelTable, others: Sequence[str | None] = ()) -> None:
-    """The same of the model of a table, which is given by its path, and of others beside it."""
+    """The same for the model of a table, given by its path, and for others beside it."""
     size, stages = resources.expert_parallel, resources.pipeline_parallel
     if resources.context_parallel == size == stages == 1:
         return
@@ -99,7 +99,7 @@ def check_layout(resources: RanksTable, table: ModelTable, others: Sequence[str 
 
 
 def check_module(module: nn.Module, resources: RanksTable, learns: bool = True) -> None:
-    """Of one module, which may be on the meta device; `learns`: it is the one that experts are dealt out for."""
+    """The same for one module, which may be on the meta device. `learns`: it is trained, with its experts split."""
     size = resources.expert_parallel
     if resources.context_parallel > 1:
         check_context(module, resources.tensor_parallel, resources.context_parallel)
@@ -113,8 +113,9 @@ def split_model(
     source: str | Path, kind: Kind, table: ModelTable, ranks: Ranks, prepare: Callable[[nn.Module], object],
     labels: int | None = None, seed: int = 0,
 ) -> Shards:  # fmt: skip
-    """A model over the ranks, of which each reads its own part. `prepare` is called with the module before it is split,
-    when it may have no weights yet. A head that no file has is drawn by the seed, that of values left to be set."""
+    """A model sharded over the ranks, of which each reads only its own part. `prepare` is called with the module before
+    it is sharded, when it may have no weights yet. A head that is in no file is initialised from the seed; a value head
+    is left to the caller."""
     device = choose_device(table.device)
     seen = outline(source, table.dtype, device, kind, labels)
     if seen.readable:
@@ -125,7 +126,7 @@ def split_model(
         if kind in LABELS and seen.new:
             _draw_heads(shards, seed)
         return shards
-    # Files that keep tensors in a form that only transformers knows are read by it.
+    # transformers reads files whose tensors are stored in a form that only it knows.
     if kind == "policy":
         loaded = load_policy(source, table.dtype, device)
     elif kind == "value":
@@ -138,7 +139,7 @@ def split_model(
 
 
 def _draw_heads(shards: Shards, seed: int) -> None:
-    """As `models.load` draws them for one rank: they are small, so every rank makes them whole and takes its part."""
+    """Initialise heads as `models.load` does on one rank: they are small, so every rank makes them whole."""
     for name, blank in heads_of(shards.skeleton).items():
         head = copy.deepcopy(blank).to_empty(device="cpu")
         init_head(head, shards.skeleton.config, seed)
@@ -147,7 +148,7 @@ def _draw_heads(shards: Shards, seed: int) -> None:
 
 
 def load_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:
-    """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
+    """The policy at the start of this run or, with a checkpoint, at the checkpoint."""
     loaded = load_policy(_source(table, checkpoint), table.dtype, choose_device(table.device))
     without_dropout(loaded.module)
     prepare(loaded.module, table, seed, checkpoint)
@@ -155,7 +156,7 @@ def load_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | No
 
 
 def split_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None, ranks: Ranks) -> Shards:
-    """The same over ranks."""
+    """The same, sharded over ranks."""
 
     def ready(module: nn.Module) -> None:
         without_dropout(module)
@@ -167,8 +168,8 @@ def split_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | N
 
 
 def put_adapter(shards: Shards, table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> None:
-    """Give shards their adapter, if they have one: a checkpoint's or, without, the one that learning begins with. Every
-    rank has it whole and takes its part."""
+    """Set the adapter of shards that have one: the checkpoint's or, without a checkpoint, the one that training starts
+    with. Every rank has it whole and takes its part."""
     if table.lora is None:
         return
     if checkpoint is not None:
@@ -185,7 +186,7 @@ def _source(table: PolicyModelTable, checkpoint: Checkpoint | None) -> str | Pat
 
 
 def prepare(module: nn.Module, table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> None:
-    """The adapter, as it was at the checkpoint if there is one, and recomputation, as the recipe says."""
+    """Add the adapter, from the checkpoint if there is one, and activation checkpointing, as set in the recipe."""
     if table.lora is not None:
         lora.attach(module, table.lora, seed)
         if checkpoint is not None:
@@ -193,11 +194,11 @@ def prepare(module: nn.Module, table: PolicyModelTable, seed: int, checkpoint: C
     if table.recompute:
         again = {"use_reentrant": False, "context_fn": recompute_contexts}
         module.gradient_checkpointing_enable(again)  # type: ignore[operator]
-        module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
+        module.train()  # transformers recomputes only in this mode, which without dropout changes nothing else
 
 
 def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference | None:
-    """None without a KL: then no second model is held."""
+    """The reference model; None without a KL penalty, which saves its memory."""
     if recipe.algorithm.kl.coef == 0:
         return None
     if recipe.model.lora is not None:
@@ -207,7 +208,7 @@ def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference |
 
 
 def new_teachers(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, warn: Warn) -> Teachers | None:
-    """None without any. `tokenizer` is the policy's."""
+    """The teachers; None without any. `tokenizer` is the policy's."""
     tables = recipe.algorithm.teachers
     if not tables:
         return None
@@ -235,7 +236,7 @@ def _local_teacher(
 
 
 def _frozen(path: str, recipe: RlRecipe, ranks: Ranks) -> Policy:
-    """A model that is read as the policy is, and learns nothing."""
+    """A model that is read as the policy is, and not trained."""
 
     def freeze(module: nn.Module) -> None:
         module.requires_grad_(False)
@@ -280,7 +281,7 @@ def new_critic(
         model = shards.module
     assert isinstance(model, ValueModel)
     if checkpoint is None and stage_of(model).last:
-        nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
+        nn.init.zeros_(model.score.weight)  # the initial value is 0 everywhere
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
     optimizer = new_optimizer(model, train, shards=shards)
     optimizer.key = "critic.lr"
@@ -292,7 +293,7 @@ def new_critic(
 
 
 def without_dropout(module: nn.Module) -> None:
-    """Two forward passes on the same tokens must agree: the ratio of an update starts at 1."""
+    """Turn dropout off: two forward passes on the same tokens must agree, so that an update's ratio starts at 1."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -301,7 +302,7 @@ def without_dropout(module: nn.Module) -> None:
 
 
 def value_head(decoder: Decoder) -> nn.Linear:
-    """Of a critic that shares the policy's trunk."""
+    """The value head of a critic that shares the policy's trunk."""
     head = nn.Linear(decoder.config.hidden_size, 1, bias=False, device=decoder.device)
     nn.init.zeros_(head.weight)
     return head

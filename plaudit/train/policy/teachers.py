@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError, RunError
 from plaudit.records import Sample
-from plaudit.train.optim.sharding import let_go
+from plaudit.train.optim.sharding import free_gathered
 from plaudit.train.policy.experience import flat, own_tokens
 from plaudit.train.policy.forward import hidden_of, likeliest_of, micro_batches, pack_responses
 from plaudit.train.policy.policy import Policy
@@ -111,7 +111,7 @@ class LocalTeacher:
             if batch.counts:
                 tokens.append(likely.flatten())  # what ranks put together is flat
                 logps.append(logp.flatten())
-        let_go(policy.module)
+        free_gathered(policy.module)
         readers = policy.stage.results(policy.group)
         return tuple(readers.concatenate(parts).view(-1, count) for parts in (tokens, logps))  # type: ignore[return-value]
 

@@ -45,7 +45,7 @@ class Child:
     stopped: bool = False
 
     def end(self) -> str:
-        """How it ended, and what it said last."""
+        """How it ended, and its last line of output."""
         if self.stopped:
             return STOPPED
         code = self.process.returncode

@@ -1,8 +1,7 @@
-"""What the main rank says to the others: values that they wait for, and orders that they carry out while they wait.
+"""Messages from the main rank to the others: values that they wait for, and orders that they execute while waiting.
 
-The main rank may need the others at any time of a wait: a rollout process that takes a lost one's place gets its
-weights from the shards of all of them. So whoever waits for a value of the main rank's carries out orders until it is
-there.
+The main rank may need the others at any time during a wait: a rollout process that replaces a lost one receives its
+weights from the shards of all of them. So a rank that waits for a value executes orders until the value arrives.
 """
 
 from __future__ import annotations
@@ -15,33 +14,33 @@ import msgspec
 from plaudit.train.run.ranks import Group
 
 
-class Word(msgspec.Struct):
-    """One of the two."""
+class Message(msgspec.Struct):
+    """An order or a value."""
 
     order: bytes | None = None
     value: bytes = b""
 
 
 class Orders:
-    """carry_out   of the other ranks: what an order makes them do; it must not raise because the order failed"""
+    """carry_out   on the other ranks: executes an order; it must not raise if the order fails"""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.carry_out: Callable[[bytes], None] | None = None
 
     def give(self, order: bytes) -> None:
-        """By the main rank, while the others wait for a value."""
-        self.group.from_main(Word(order))
+        """Send an order from the main rank, while the others wait for a value."""
+        self.group.from_main(Message(order))
 
     def value(self, value: Any, kind: Any = Any) -> Any:
-        """The main rank's value, on each of them."""
+        """The main rank's value, on every rank."""
         if self.group.index == 0:
             if self.group.size > 1:
-                self.group.from_main(Word(value=msgspec.msgpack.encode(value)))
+                self.group.from_main(Message(value=msgspec.msgpack.encode(value)))
             return value
         while True:
-            word: Word = self.group.from_main(None, Word)
-            if word.order is None:
-                return msgspec.msgpack.decode(word.value, type=kind)
-            assert self.carry_out is not None, "whoever gives orders says how they are carried out"
-            self.carry_out(word.order)
+            message: Message = self.group.from_main(None, Message)
+            if message.order is None:
+                return msgspec.msgpack.decode(message.value, type=kind)
+            assert self.carry_out is not None, "carry_out must be set before orders are given"
+            self.carry_out(message.order)

@@ -1,8 +1,8 @@
 """The processes that train together: which one this is, and how bytes pass between them.
 
-A rank has a place on a mesh of shards × tensor_parallel, where shards are data_parallel × context_parallel; each stage
-of a pipeline has such a mesh. `plaudit train` starts the ranks itself (launch.py); under torchrun they exist already.
-What they exchange beside tensors is msgpack, never pickle, and every exchange has a time limit.
+A rank has a position on a mesh of shards × tensor_parallel, where shards are data_parallel × context_parallel; each
+stage of a pipeline has such a mesh. `plaudit train` starts the ranks itself (launch.py); under torchrun they exist
+already. What they exchange besides tensors is msgpack, never pickle, and every exchange has a time limit.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share work out among themselves. A group of one exchanges nothing."""
+    """Ranks that share work. A group of one communicates nothing."""
 
     index: int = 0
     size: int = 1
     channel: dist.ProcessGroup | None = None
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank of the group gave, in their order, on each of them."""
+        """All-gather: the data of every rank of the group, in rank order."""
         if self.size == 1:
             return [data]
         with named_losses():
@@ -56,11 +56,11 @@ class Group:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
 
     def gather_values(self, value: Any, kind: Any = Any) -> list[Any]:
-        """The same for plain values and records: msgspec's types."""
+        """The same for plain values and records, of types that msgspec can encode."""
         return [msgspec.msgpack.decode(part, type=kind) for part in self.gather(msgspec.msgpack.encode(value))]
 
     def from_main(self, value: Any, kind: Any = Any) -> Any:
-        """The first rank's value, on each of them; the others' own is not looked at."""
+        """Broadcast: the first rank's value, on every rank; the others' own values are ignored."""
         if self.size == 1:
             return value
         assert self.channel is not None
@@ -74,25 +74,25 @@ class Group:
         return value if self.index == 0 else msgspec.msgpack.decode(sent.numpy().tobytes(), type=kind)
 
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts of all ranks end to end, on the CPU; each has those of its share, in order."""
+        """The parts of all ranks concatenated in rank order, on the CPU. Each rank passes its own, in order."""
         mine = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0)
         if self.size == 1:
             return mine
         array = mine.numpy()
         shares = self.gather_values((array.dtype.str, array.tobytes()), tuple[str, bytes])
-        # Of ranks that have none, no share says what the others' are made of.
+        # A rank without parts does not know the dtype of the others'.
         filled = [torch.from_numpy(np.frombuffer(data, kind).copy()) for kind, data in shares if data]
         return torch.cat(filled) if filled else mine
 
     def any(self, true: bool) -> bool:
-        """Whether it is true on one of them: what all must decide alike."""
+        """Whether it is true on any rank, for decisions that must be the same on all."""
         return any(self.gather_values(true, bool))
 
     def barrier(self) -> None:
         self.gather(b"")
 
     def share(self, count: int, index: int | None = None) -> range:
-        """This rank's part of `count` things, in order, or another's; the parts differ by one at most."""
+        """The range of this rank (or of rank `index`) in `count` items; sizes differ by at most one."""
         index = self.index if index is None else index
         return range(count * index // self.size, count * (index + 1) // self.size)
 
@@ -102,16 +102,16 @@ ONE = Group()
 
 @dataclass(frozen=True)
 class Ranks:
-    """everyone   all of them, in one row: they share out rollouts and rewards
-    data       those with the same part of each matrix and of each row: they share out a minibatch
-    context    those with the same part of each matrix and the same micro-batches: they share out the rows of each
+    """everyone   all ranks: they share rollouts and rewards
+    data       ranks with the same part of each matrix and of each row: they share a minibatch
+    context    ranks with the same part of each matrix and the same micro-batches: they split the rows of each
     mesh       (data × context, tensor), of this rank's stage; None for one process, which shards nothing
-    stages     those with the same place on the meshes of all stages: rows go from one to the next
-    back       the same ranks: gradients go back on a channel of their own
+    stages     ranks with the same position on the meshes of all stages: rows are sent from one to the next
+    back       the same ranks, with a separate channel for gradients
     ends       the first and the last of them
-    readers    `data` of all stages, in the order of the stages: they exchange what the last one has read
-    expert     those of data × context × tensor that have all experts of a mixture between them
-    experts    (copies, expert): the ranks of this one's stage once more, where experts are dealt out; else None
+    readers    `data` of all stages, in the order of the stages: they exchange the results of the last stage
+    expert     ranks of data × context × tensor that have all experts of a mixture between them
+    experts    (copies, expert): the mesh of this rank's stage for sharded experts; else None
     """
 
     everyone: Group = ONE
@@ -127,7 +127,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """The one that writes."""
+        """Whether this is the main rank, which writes files and logs."""
         return self.everyone.index == 0
 
 
@@ -136,8 +136,8 @@ ALONE = Ranks()
 
 @contextmanager
 def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
-    """This process as one of the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT). Without them it is alone."""
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Without these
+    variables the process is a single rank."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != resources.ranks:
         names, sizes = resources.product
@@ -161,11 +161,11 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
         places = np.arange(world).reshape(
             shape[0], resources.data_parallel, resources.context_parallel, resources.tensor_parallel
         )
-        # Groups for bytes alone, so that they never meet a tensor of the model's on the way.
+        # Groups for bytes only, separate from those of the model's tensors.
         data = groups_along(places, 1, "gloo", limit)
         readers = groups_along(places.reshape(-1, *places.shape[2:]), 0, "gloo", limit) if shape[0] > 1 else data
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
-        # For tensors of the model's.
+        # For tensors of the model.
         context, stages, back = (groups_along(places, axis, backend, limit) for axis in (2, 0, 0))
         ends = groups_along(places[[0, -1]], 0, backend, limit) if shape[0] > 1 else ONE
         expert, experts = ONE, None
@@ -177,11 +177,11 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
         yield Ranks(
             Group(dist.get_rank(), world, everyone), data, context, mesh, expert, experts, stages, back, ends, readers
         )
-    dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
+    dist.destroy_process_group()  # only after success: after a failure other ranks may be lost
 
 
 def groups_along(places: np.ndarray, axis: int, backend: str, limit: timedelta) -> Group:
-    """The ranks that differ from this one along an axis alone. All ranks make all groups, in one order."""
+    """The ranks that differ from this one only along an axis. All ranks create all groups, in the same order."""
     size, own = places.shape[axis], ONE
     if size == 1:
         return ONE
@@ -193,7 +193,7 @@ def groups_along(places: np.ndarray, axis: int, backend: str, limit: timedelta) 
 
 
 def together(group: Group, write: Callable[[], object]) -> None:
-    """Let every rank write its part. What one of them could not write is an error on all, which else would wait."""
+    """Let every rank write its part. A failure on one rank is raised on all, which would otherwise wait."""
     reason = ""
     try:
         write()
@@ -208,7 +208,7 @@ def together(group: Group, write: Callable[[], object]) -> None:
 
 @contextmanager
 def named_losses() -> Iterator[None]:
-    """torch's error of an exchange that failed, as ours."""
+    """Turn torch's error of a failed exchange into RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -218,7 +218,7 @@ def named_losses() -> Iterator[None]:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an exchange between ranks failed: torch has types for some of it, and gloo's text for the rest."""
+    """Whether an error is a failed exchange between ranks: torch has types for some; gloo's are known by their text."""
     network_errors = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return isinstance(error, network_errors) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
@@ -234,7 +234,7 @@ def _take_gpu() -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank whose launcher was killed ends too: nobody would end it if the others wait for it."""
+    """End this rank if its launcher is killed: nothing else would end ranks that wait for each other."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return

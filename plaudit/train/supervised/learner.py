@@ -1,4 +1,4 @@
-"""One update from a batch of examples, split into micro-batches and over ranks, which does not change the gradient."""
+"""One update from a batch of examples. Splitting it into micro-batches or over ranks does not change the gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plaudit.errors import RunError
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.pipeline import Made
 from plaudit.train.optim.repeatable import repeatable
-from plaudit.train.optim.sharding import let_go
+from plaudit.train.optim.sharding import free_gathered
 from plaudit.train.policy.forward import MicroBatch
 from plaudit.train.run.ranks import ALONE, Ranks
 from plaudit.train.supervised.examples import Example, shares, token_count
@@ -27,8 +27,8 @@ class Learner:
         self, model: nn.Module, objective: Objective, optimizer: Optimizer, micro_batch_tokens: int,
         deterministic: bool = True, ranks: Ranks = ALONE, lanes: int = 1,
     ) -> None:  # fmt: skip
-        """`lanes`: of a single rank, parts of a batch that are computed at once, in threads; their gradients are added
-        up in order."""
+        """`lanes`: the number of parts of a batch that a single rank computes at once, in threads; their gradients are
+        summed in order."""
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
@@ -39,7 +39,7 @@ class Learner:
         self._threads = ThreadPoolExecutor(lanes, "lane") if lanes > 1 else None
 
     def gradient(self, examples: Sequence[Example]) -> float:
-        """Fill the gradients with those of the batch's mean loss; returns the loss."""
+        """Compute the gradients of the batch's mean loss; return the loss."""
         self.optimizer.zero()
         count = self._count(examples)
         losses: list[Tensor] = []
@@ -95,16 +95,16 @@ class Learner:
     def mean_loss(self, examples: Sequence[Example]) -> float:
         self.objective.begin(self.reader, examples)
         passed = [(batch, self._pass(examples, batch)[1]) for batch in self.reader.batches(examples)]
-        let_go(self.model)
+        free_gathered(self.model)
         losses = [loss for batch, loss in passed if loss is not None and batch.counts]
         return self._total(losses) / self._count(examples)
 
     def figures(self) -> dict[str, float]:
-        """What the objective has seen of the last batch, besides the loss."""
+        """The objective's metrics of the last batch, besides the loss."""
         return self.objective.figures(self.reader.results)
 
     def _pass(self, examples: Sequence[Example], batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """The rows of a micro-batch, and its summed loss, which the last stage has."""
+        """The rows of a micro-batch and, on the last stage, its summed loss."""
         items = [examples[i] for i in batch.indices]
         places = self.objective.pack(self.reader, items)
         hidden = self.reader.rows(places)

@@ -1,4 +1,4 @@
-"""The model of a supervised run: a policy, or a judge with its head; in this process, or over ranks."""
+"""The model of a supervised run: a policy, or a reward model with its head; in this process, or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SupervisedRecipe = SftRecipe | RewardRecipe | PrmRecipe | PreferenceRecipe
 
 
 class SupervisedModel:
-    """`module` is what learns: the whole model or, over several ranks, this one's `shards` of it."""
+    """The trained model. `module` is the whole model or, over several ranks, this rank's `shards` of it."""
 
     def __init__(self, recipe: SupervisedRecipe, ranks: Ranks, checkpoint: Checkpoint | None) -> None:
         self.recipe = recipe
@@ -61,7 +61,7 @@ class SupervisedModel:
         self.shards: Shards | None = None
         self.adapter = recipe.model.lora if isinstance(recipe.model, PolicyModelTable) else None
         check_layout(recipe.resources, recipe.model)
-        # With an adapter the weights beside it are those of the start, which every checkpoint has changed.
+        # With an adapter the base weights are the initial ones; a checkpoint's model has the adapter merged.
         source = checkpoint.model if checkpoint is not None and self.adapter is None else None
 
         def ready(module: nn.Module) -> None:
@@ -93,10 +93,10 @@ class SupervisedModel:
 
     @contextmanager
     def whole(self) -> Iterator[Loaded | None]:
-        """The whole model, for an engine; over several ranks a copy on the main one, and None on the others."""
+        """The whole model, for an engine; over several ranks a copy on the main rank, and None on the others."""
         if self.shards is None:
             yield Loaded(self.module, self.tokenizer, Path(), KINDS[self.recipe.task])
-            use_packed_attention(self.module)  # an engine has its own
+            use_packed_attention(self.module)  # the engine has set its own attention
             return
         module = self.shards.gathered()
         device = choose_device(self.recipe.model.device)
@@ -104,8 +104,8 @@ class SupervisedModel:
 
     @contextmanager
     def at_start(self, resumed: bool) -> Iterator[nn.Module]:
-        """The policy that preferences are measured from: the one in training before its first step, with its adapter
-        off, or read from its path again."""
+        """The reference policy of preference training: the policy itself before its first step or with its adapter off,
+        or else loaded from its path again."""
         if self.adapter is not None:
             with adapters_off(self.module):
                 yield self.module
@@ -120,7 +120,7 @@ class SupervisedModel:
             yield base
 
     def save(self, directory: Path) -> None:
-        """By all ranks, where they share the weights out; with an adapter by the main one."""
+        """Save the model, by all ranks if it is sharded; with an adapter by the main rank."""
         reward = reward_toml(self.recipe)
         if self.shards is not None and self.adapter is None:
             save_shards(self.shards, self.tokenizer, directory, reward=reward)
@@ -134,8 +134,8 @@ class SupervisedModel:
         self._by_main(write)
 
     def save_final(self, directory: Path) -> None:
-        """The model, and the adapter where one was trained."""
-        # It may be there, of a finished run that was given more steps.
+        """Save the model, and the adapter if one was trained."""
+        # It may exist, from a finished run that was extended by more steps.
         self._by_main(lambda: shutil.rmtree(directory / "adapter", ignore_errors=True))
         self.save(directory)
         if self.adapter is not None:
@@ -143,7 +143,7 @@ class SupervisedModel:
             self._by_main(lambda: lora.save_adapter(module, base, directory / "adapter"))
 
     def save_adapter(self, directory: Path) -> None:
-        """Of a checkpoint."""
+        """Save the adapter of a checkpoint, if there is one."""
         if self.adapter is None:
             return
         tensors = lora.adapter_tensors(self.module) if self.shards is None else self.shards.learned()
@@ -157,7 +157,7 @@ class SupervisedModel:
 
 
 def load_model(recipe: SupervisedRecipe, checkpoint: Path | None) -> Loaded:
-    """The checkpoint's model, else the recipe's: loaded from its path or new."""
+    """The checkpoint's model, else the recipe's, loaded from its path or new."""
     table, kind = recipe.model, KINDS[recipe.task]
     device = choose_device(table.device)
     labels = _labels(recipe)
@@ -189,10 +189,10 @@ def _new_model(shape: NewModel, kind: Kind, seed: int, labels: int | None, devic
 def split_supervised(
     recipe: SupervisedRecipe, checkpoint: Path | None, ranks: Ranks, ready: Callable[[nn.Module], None]
 ) -> tuple[Shards, PreTrainedTokenizerFast]:
-    """The same over ranks. `ready` is called with the module before it is split."""
+    """The same, sharded over ranks. `ready` is called with the module before it is sharded."""
     table, kind = recipe.model, KINDS[recipe.task]
     source = checkpoint or table.path
-    if source is None:  # every rank draws it whole: what a recipe makes from nothing is small
+    if source is None:  # every rank initialises it whole: new models are small
         loaded = load_model(recipe, None)
         try:
             check_module(loaded.module, recipe.resources)
@@ -205,7 +205,7 @@ def split_supervised(
 
 
 def _labels(recipe: SupervisedRecipe) -> int | None:
-    """Outputs of a judge that rates several attributes."""
+    """The number of outputs of a reward model that rates several attributes."""
     return len(recipe.algorithm.attributes) if isinstance(recipe.algorithm, Regression) else None
 
 
@@ -217,7 +217,7 @@ def _name_labels(module: nn.Module, recipe: SupervisedRecipe) -> None:
 
 
 def _label_names(recipe: SupervisedRecipe) -> tuple[str, ...]:
-    """What the outputs of the model mean; it is saved with the model."""
+    """The names of the model's outputs, which are saved with it."""
     if KINDS[recipe.task] == "policy":
         return ()
     if recipe.task == "prm":
@@ -226,7 +226,7 @@ def _label_names(recipe: SupervisedRecipe) -> tuple[str, ...]:
 
 
 def reward_toml(recipe: SupervisedRecipe) -> str | None:
-    """How the scores of the trained model are read; nothing for a policy."""
+    """The reward.toml of the trained model: how its scores are read; None for a policy."""
     if KINDS[recipe.task] == "policy":
         return None
     lines = ["# How this model's scores are read; `plaudit train` writes it."]

@@ -1,4 +1,4 @@
-"""A model as a rank runs it over examples: its share of them, its slice of each packed row, its stage of the layers."""
+"""A rank's forward passes over examples: its share of them, its slice of each packed row, its stage of the layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, send
 from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
-from plaudit.train.optim.sharding import head_of, let_go, packed_rows
+from plaudit.train.optim.sharding import free_gathered, head_of, packed_rows
 from plaudit.train.policy.forward import MicroBatch, shared_batches
 from plaudit.train.run.ranks import ALONE, Group, Ranks
 from plaudit.train.supervised.examples import Example, token_count
@@ -25,8 +25,8 @@ Item = TypeVar("Item", bound=Example)
 
 @dataclass(frozen=True)
 class Places:
-    """Sequences in one packed row, and the places of it that are read. Where ranks share the row out, `packed` is this
-    one's slice, `at` counts from its first token, and `here` says which of the `count` places these are."""
+    """Sequences in one packed row, and the positions read from it. If ranks split the row, `packed` is this rank's
+    slice, `at` counts from its first token, and `here` are the indices of these among all `count` positions."""
 
     packed: Packed
     at: Tensor
@@ -35,11 +35,11 @@ class Places:
     context: Group
 
     def own(self, values: Tensor) -> Tensor:
-        """Of something for each place, what is for those that are read here."""
+        """Of values for all positions, those of the positions read on this rank."""
         return values if self.context.size == 1 else values[self.here]
 
     def whole(self, values: Tensor) -> Tensor:
-        """What was read here, with what the other ranks have read of the row: (count, ...) on each of them."""
+        """The values of all positions, (count, ...), from those that each rank has read. Collective."""
         return values if self.context.size == 1 else placed(self.here, values, self.count, self.context)
 
 
@@ -53,14 +53,14 @@ class Reader:
 
     @property
     def results(self) -> Group:
-        """After a pass, those who exchange what was read in it."""
+        """The ranks that exchange the results after a pass."""
         return self.stage.results(self.group)
 
     def batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
         return shared_batches([token_count(e) for e in examples], self.micro_batch_tokens, self.group)
 
     def places(self, packed: Packed, at: np.ndarray) -> Places:
-        """Of rows of the whole row, those that this rank reads."""
+        """Of positions in the whole row, those that this rank reads."""
         share = self.context.share(packed.input_ids.shape[1])
         own = at - share.start
         here = ((own >= 0) & (own < len(share))).nonzero()[0]
@@ -68,7 +68,7 @@ class Reader:
         return Places(sliced(packed, self.context), *sent, len(at), self.context)
 
     def rows(self, places: Places) -> Tensor:
-        """Final hidden states. An earlier stage gives those of its last layer, which are on their way to the next."""
+        """Final hidden states. Earlier stages return those of their last layer, and send them to the next stage."""
         rows = packed_rows(self.model, places.packed)
         self.stage.pass_on(rows)
         return rows
@@ -78,8 +78,8 @@ class Reader:
         self, examples: Sequence[Item], pack: Callable[[Sequence[Item]], Places],
         values: Callable[[Sequence[Item], Places, Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
-        """What `values` makes of the final hidden states of some examples, for all of them, in order, flat, on the CPU
-        of every rank."""
+        """The results of `values` on the final hidden states, for all examples, in order, flat, on the CPU of every
+        rank."""
         parts = []
         for batch in self.batches(examples):
             items = [examples[i] for i in batch.indices]
@@ -89,12 +89,13 @@ class Reader:
                 part = values(items, places, hidden)
                 if batch.counts:
                     parts.append(part.flatten().cpu())
-        let_go(self.model)
+        free_gathered(self.model)
         return self.results.concatenate(parts)
 
 
 def target_logprobs(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
-    """Of the token that follows each row, with what the model does to its logits (soft caps, scales)."""
+    """The log-probs of the tokens that follow each row, after the model's transformation of its logits (soft caps,
+    scales)."""
     decoder, head = Decoder(model, "causal"), head_of(model)
     finish = None if decoder.plain_logits else decoder.finish
     return token_logprobs(rows, head.weight, targets, head.bias, finish=finish, split=head.split)

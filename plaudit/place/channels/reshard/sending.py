@@ -114,9 +114,9 @@ class ReshardChannel:
             group.id, exchange.left, training.ranks, splits, parts, training.stages, dict(training.homes)
         )
         exchange.tell(wires, layout, take)
-        said = self._all_carry_out(SendOrder(len(wires), exchange.left), exchange, wires)
+        outcomes = self._all_carry_out(SendOrder(len(wires), exchange.left), exchange, wires)
         answers = exchange.answers(wires)
-        checksums = plan.expected([outcome.checksums for outcome in said])
+        checksums = plan.expected([outcome.checksums for outcome in outcomes])
         for wire, answer in zip(wires, answers, strict=True):
             mine, checksums = checksums[: wire.ranks], checksums[wire.ranks :]
             sent = mine[0] if len(mine) == 1 else joined(mine)
@@ -125,7 +125,7 @@ class ReshardChannel:
                     f"{wire.name} has version {answer.version} with checksum {answer.checksum}, expected version "
                     f"{exchange.version} with {sent}: the weights were damaged on the way; publish again"
                 )
-        extra = sum(outcome.extra_bytes for outcome in said) + sum(answer.extra_bytes for answer in answers)
+        extra = sum(outcome.extra_bytes for outcome in outcomes) + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
     def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
@@ -153,8 +153,8 @@ class ReshardChannel:
     def _all_carry_out(self, order: JoinOrder | SendOrder, exchange: Exchange, wires: Sequence[Wire]) -> list[Outcome]:
         """On every training rank, including this one."""
         self.orders.give(msgspec.msgpack.encode(order))
-        said: list[Outcome] = self.ranks.gather_values(self._outcome(order), Outcome)
-        for rank, outcome in enumerate(said):
+        outcomes: list[Outcome] = self.ranks.gather_values(self._outcome(order), Outcome)
+        for rank, outcome in enumerate(outcomes):
             if outcome.error is not None:
                 # The wires report the cause: dead receivers are lost, live ones answer that the group broke for them
                 # too.
@@ -162,7 +162,7 @@ class ReshardChannel:
                 with suppress(WeightsRefused):
                     exchange.answers(wires, GRACE_SECONDS)
                 raise WeightsRefused(f"training rank {rank}: {outcome.error}; every receiver is alive: publish again")
-        return said
+        return outcomes
 
     def _carry_out(self, data: bytes) -> None:
         """Executed on all ranks but the main one."""
