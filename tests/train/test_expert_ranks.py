@@ -159,7 +159,7 @@ def test_ranks_that_cannot_share_experts_out_are_refused_with_the_recipe(
 
 def test_models_whose_experts_cannot_be_dealt_out_are_refused_before_weights_are_read(model: str) -> None:
     three = {"data_parallel": 3, "expert_parallel": 3}
-    says = r"/m: 8 experts cannot be dealt out to expert_parallel = 3 ranks: 8 / 3 = 2.66667 is no whole number"
+    says = r"/m: 8 experts are not divisible by expert_parallel = 3: 8 / 3 = 2.66667; set a divisor of 8"
     with pytest.raises(ConfigError, match=says):
         check_ranks(recipe(model={"path": model}, resources=three))
     with pytest.raises(ConfigError, match="sums-policy: it has no experts to deal out to expert_parallel = 3 ranks"):

@@ -579,8 +579,8 @@ def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[
 @pytest.mark.parametrize(
     ("resources", "message"),
     [
-        ({"context_parallel": 3}, r"^sums-policy: 4 attention heads over 2 key-value heads cannot be dealt out to "
-         r"context_parallel = 3 ranks: 4 / lcm\(2, 3\) = 0.666667 is no whole number"),
+        ({"context_parallel": 3}, r"^sums-policy: 4 attention heads over 2 key-value heads cannot be split over "
+         r"context_parallel = 3 ranks: 4 / lcm\(2, 3\) = 0.666667 is not a whole number"),
         ({"context_parallel": 4, "tensor_parallel": 2}, r"2 attention heads over 1 key-value heads on a rank of "
          r"tensor_parallel = 2 .* 2 / lcm\(1, 4\) = 0.5 is"),
     ],

@@ -114,8 +114,8 @@ def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int
     if heads % (size := math.lcm(keys, context_parallel)):
         of = f" on a rank of tensor_parallel = {tensor_parallel}" if tensor_parallel > 1 else ""
         raise ModelError(
-            f"{heads} attention heads over {keys} key-value heads{of} cannot be dealt out to context_parallel = "
-            f"{context_parallel} ranks: {heads} / lcm({keys}, {context_parallel}) = {heads / size:g} is no whole number"
+            f"{heads} attention heads over {keys} key-value heads{of} cannot be split over context_parallel = "
+            f"{context_parallel} ranks: {heads} / lcm({keys}, {context_parallel}) = {heads / size:g} is not a whole number"
         )
 
 

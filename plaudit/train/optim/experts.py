@@ -38,12 +38,12 @@ def check_experts(module: nn.Module, expert_parallel: int) -> bool:
         count = part.down_proj.shape[0]
         if count % expert_parallel:
             raise ModelError(
-                f"{count} experts cannot be dealt out to expert_parallel = {expert_parallel} ranks: {count} / "
-                f"{expert_parallel} = {count / expert_parallel:g} is no whole number"
+                f"{count} experts are not divisible by expert_parallel = {expert_parallel}: {count} / "
+                f"{expert_parallel} = {count / expert_parallel:g}; set a divisor of {count}"
             )
         if any(parameter.shape[0] != count for parameter in part.parameters()):
             raise ModelError(
-                f"{name} has weights that belong to no one expert, so they cannot be dealt out: set expert_parallel = 1"
+                f"{name} has weights that no single expert owns, so they cannot be sharded by expert: set expert_parallel = 1"
             )
     return bool(parts)
 
