@@ -162,7 +162,7 @@ def test_models_whose_experts_cannot_be_dealt_out_are_refused_before_weights_are
     says = r"/m: 8 experts are not divisible by expert_parallel = 3: 8 / 3 = 2.66667; set a divisor of 8"
     with pytest.raises(ConfigError, match=says):
         check_ranks(recipe(model={"path": model}, resources=three))
-    with pytest.raises(ConfigError, match="sums-policy: it has no experts to deal out to expert_parallel = 3 ranks"):
+    with pytest.raises(ConfigError, match="sums-policy: it has no experts for expert_parallel = 3 ranks"):
         check_ranks(recipe(resources=three))
     beside = {"path": model, "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
     two = {"data_parallel": 2, "expert_parallel": 2}

@@ -269,7 +269,7 @@ def test_what_ranks_cannot_share_out_is_refused_before_anything_loads() -> None:
     assert "3 / 2 = 1.5 is not a whole number" in refusal(sft, data=3, expert=2)
     with pytest.raises(ConfigError, match="2 layers over pipeline_parallel = 3 stages"):
         check_layout(RanksTable(pipeline_parallel=3), ModelTable(path="sums"))
-    with pytest.raises(ConfigError, match="it has no experts to deal out to expert_parallel = 2"):
+    with pytest.raises(ConfigError, match="it has no experts for expert_parallel = 2"):
         check_layout(RanksTable(data_parallel=2, expert_parallel=2), ModelTable(path="sums-steps"))
 
 

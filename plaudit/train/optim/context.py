@@ -115,7 +115,8 @@ def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int
         of = f" on a rank of tensor_parallel = {tensor_parallel}" if tensor_parallel > 1 else ""
         raise ModelError(
             f"{heads} attention heads over {keys} key-value heads{of} cannot be split over context_parallel = "
-            f"{context_parallel} ranks: {heads} / lcm({keys}, {context_parallel}) = {heads / size:g} is not a whole number"
+            f"{context_parallel} ranks: {heads} / lcm({keys}, {context_parallel}) = {heads / size:g} is not a whole "
+            "number"
         )
 
 

@@ -43,7 +43,8 @@ def check_experts(module: nn.Module, expert_parallel: int) -> bool:
             )
         if any(parameter.shape[0] != count for parameter in part.parameters()):
             raise ModelError(
-                f"{name} has weights that no single expert owns, so they cannot be sharded by expert: set expert_parallel = 1"
+                f"{name} has weights that no single expert owns, so they cannot be sharded by expert: set "
+                "expert_parallel = 1"
             )
     return bool(parts)
 

@@ -104,7 +104,7 @@ def check_module(module: nn.Module, resources: RanksTable, learns: bool = True) 
     if resources.context_parallel > 1:
         check_context(module, resources.tensor_parallel, resources.context_parallel)
     if size > 1 and not check_experts(module, size) and learns:
-        raise ModelError(f"it has no experts to deal out to expert_parallel = {size} ranks: leave that out")
+        raise ModelError(f"it has no experts for expert_parallel = {size} ranks: remove resources.expert_parallel")
     if resources.pipeline_parallel > 1:
         check_stages(module, resources.pipeline_parallel)
 
