@@ -76,18 +76,13 @@ def latency(milliseconds: float) -> str:
 
 
 def search_vs_vllm(record: Record) -> str:
-    """Seconds a question by phase: what a search does beside its two models is the rest."""
-    heads = ("tokens a step", "search by", "seconds a question", "policy", "process model", "tokens/s", "times as fast")
     rows = []
     for name, x in record["works"].items():
         for side, title in (("vllm", "search-and-learn's loop over vLLM"), ("plaudit", "`plaudit search`")):
-            run = x[side]
-            phases = [f"{run['phases'][phase] / record['questions']:.2f}" for phase in ("generate", "score")]
-            rows.append(
-                (name.removeprefix("steps of "), title, f"{run['seconds'] / record['questions']:.2f}", *phases,
-                 f"{run['tokens'] / run['seconds']:,.0f}", f"{x['ratio']:.2f}" if side == "plaudit" else "")
-            )  # fmt: skip
-    return table(heads, rows)
+            seconds = f"{x['seconds_per_question'][side]:.1f}"
+            ratio = f"{x['ratio']:.2f}" if side == "plaudit" else ""
+            rows.append((name.removeprefix("steps of "), title, seconds, ratio))
+    return table(("tokens a step", "beam search by", "seconds a question", "times as fast"), rows)
 
 
 def serving(record: Record) -> str:

