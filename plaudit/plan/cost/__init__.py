@@ -1,1 +1,1 @@
-"""Formulas: bytes, seconds and money of each phase of a plan. Every number is a `Term` that explains itself."""
+"""Formulas for the bytes, seconds and cost of each phase of a plan. Each is a `Term` with its formula."""

@@ -1,9 +1,9 @@
-"""Seconds in which new weights reach the engines, by the way they take.
+"""Time to transfer new weights to the engines, for each weight channel.
 
-Published times of all but one follow the bytes of the whole model and the number of its tensors, not the number of
-devices: from 8 to 256 receivers they are flat. So a way is a rate, a price per tensor and a fixed price, each with its
-reason. In `rdma` every device has its own part and its own link. A cast to a narrower format is the work of whoever
-holds the tensors: all senders, or the one that has gathered them.
+Published times for all channels but one scale with the bytes of the whole model and its number of tensors, not with the
+number of devices: they are flat from 8 to 256 receivers. A channel is therefore a rate, a cost per tensor and a fixed
+cost. With `rdma` every device sends its own shard over its own link. A cast to a narrower format runs on the ranks that
+own the tensors: all senders, or the one that gathered them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from plaudit.plan.shape.hardware import DTYPE_BYTES, Accelerator
 from plaudit.plan.shape.model_shape import ModelShape
 
 CAST_SECONDS = 2.5e-3
-"""To cast one tensor to a narrower format, scales and all: a dozen small kernels from Python. Chosen on three rows of
-NeMo RL (19,000 tensors of 16 senders take 3.2 s), which are therefore no test of it."""
+"""Seconds to cast one tensor to a narrower format, scales included: about a dozen small kernels launched from Python.
+Fitted on three rows of NeMo RL (19,000 tensors on 16 senders take 3.2 s), so these rows do not validate it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Channel:
     fixed: float
     per_tensor: float
     links: float
-    """Network links kept busy at once; zero for a rate that no network bounds."""
+    """Network links used concurrently; zero for a rate that does not depend on the network."""
     rate: float
-    """Of one link's bandwidth where links > 0 (a share), of the whole way otherwise (bytes per second)."""
+    """Share of one link's bandwidth if links > 0, otherwise bytes per second of the whole channel."""
     together: bool = False
-    """All devices of the trainer send at once, each what it holds."""
+    """All trainer devices send concurrently, each its own shard."""
 
     def speed(self, accelerator: Accelerator) -> float:
         return self.links * self.rate * accelerator.scale_out if self.links else self.rate
@@ -65,8 +65,8 @@ def transfer(
     channel: Channel, model: ModelShape, accelerator: Accelerator, dtype: str = "bf16", to: str | None = None,
     parameters: float | None = None, senders: int = 1, busiest: float | None = None,
 ) -> Term:  # fmt: skip
-    """One publication. `parameters` in place of the model's own where only their number is known. `senders` hold the
-    weights; `busiest`: bytes over the busiest link where every device has one (`rdma`)."""
+    """Time of one weight publication. `parameters` replaces the model's count where only the count is known. `senders`:
+    devices that own the weights; `busiest`: bytes over the busiest link where every device has its own (`rdma`)."""
     casts = to is not None and DTYPE_BYTES[to] < DTYPE_BYTES[dtype]
     sent = to if to is not None and casts and channel.together else dtype
     size = (parameters or model.parameters) * DTYPE_BYTES[sent]

@@ -1,4 +1,4 @@
-"""Dollars of a step, with the range of prices."""
+"""Cost of a step in dollars, at each price level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from plaudit.plan.shape.hardware import PRICES
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Per step and per million generated tokens, by price; absent where no price of the accelerator is public."""
+    """Cost per step, per million generated tokens and per run, by price level; a level without a public price is
+    omitted."""
 
     step: dict[str, Term]
     million_tokens: dict[str, Term]

@@ -1,4 +1,4 @@
-"""One decode step and one prefill of a replica: rooflines per part, and fixed costs per layer and per step."""
+"""Time of a decode step and of a prefill on one replica: rooflines plus fixed costs per layer and step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Replica:
         return self.cluster.accelerator.bandwidth * self.constants.bandwidth_share
 
     def dense_numbers(self) -> float:
-        """Matrices that every token passes, without the vocabulary head."""
+        """Parameters of the matrices that every token uses, without the vocabulary head."""
         model = self.model
         return (
             model.active_parameters
@@ -60,22 +60,23 @@ class Replica:
         )
 
     def dense_here(self) -> float:
-        """Of these what a device has and computes, of all stages."""
+        """Dense parameters that a device stores and computes with, summed over all pipeline stages."""
         return self.dense_numbers() / self.layout.tp + self.model.copied_parameters(self.layout.tp)
 
     def weight_bytes(self) -> float:
-        """Per device. Embedding and head are no narrower than bf16."""
+        """Weight bytes per device. Embedding and head are stored in at least bf16."""
         model, size = self.model, DTYPE_BYTES[self.dtype]
         head = model.embedding_parameters * activation_bytes(self.dtype)
         dense, experts = self.dense_here() * size, model.routed_parameters * size
         return (dense + head / self.layout.tp) / self.layout.pp + experts / self.layout.width / self.layout.pp
 
     def step_parts(self, sequences: float, context: float) -> dict[str, float]:
-        """Seconds of one step in which `sequences` of the replica advance by a token, with `context` behind each."""
+        """Seconds of one decode step by component, for `sequences` sequences of `context` tokens on the replica."""
         model, layout, fixed = self.model, self.layout, self.constants
         size, rate, bandwidth = DTYPE_BYTES[self.dtype], self._rate(), self._bandwidth()
         number = activation_bytes(self.dtype)
-        # Stages work on different sequences at the same time: one of them passes all layers with its share.
+        # Pipeline stages work on different sequences at the same time, so the time is that of one stage's share of the
+        # sequences passing through all layers.
         passing = max(1.0, sequences / layout.pp)
         local = max(1.0, passing / layout.attention_groups)
         dense, head = self.dense_here(), model.vocab * model.hidden / layout.tp
@@ -90,7 +91,7 @@ class Replica:
             experts = model.moe_layers * max(read, multiply) / layout.width
         cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] * fixed.cache_passes
         cache /= self._kv_cuts() * bandwidth
-        # The host of each node looks after the sequences of the attention groups that are there.
+        # The host CPU of each node handles the sequences of the attention groups on that node.
         hosts = max(1.0, layout.attention_groups * layout.tp / self.cluster.devices_per_node)
         hosted = sequences / min(hosts, layout.attention_groups) * fixed.sequence_seconds
         work = {
@@ -106,8 +107,9 @@ class Replica:
         return work
 
     def _exchanged(self, passing: float, work: dict[str, float]) -> float:
-        """What the exchange of tokens between experts adds. Where it leaves the domain, engines send one half of the
-        batch while they compute the other, if that pays: then weights are read, and kernels launched, twice."""
+        """Seconds that the expert all-to-all adds to a step. If it leaves the scale-up domain, engines can overlap it
+        by splitting the batch in two, which is counted if it is faster: weights are then read, and kernels launched,
+        twice."""
         exchange = self._exchange(passing)
         if self.layout.ep <= self.cluster.domain:
             return exchange
@@ -123,7 +125,7 @@ class Replica:
         return total("decode step", [Term(k, v, "s", FORMULAS[k], inputs) for k, v in parts.items() if v], "s")
 
     def prefill_seconds(self, tokens: float, prompts: float = 1.0) -> float:
-        """Of `prompts` prompts of `tokens` tokens, all devices of the replica at work."""
+        """Seconds to prefill `prompts` prompts of `tokens` tokens on all devices of the replica."""
         model, layout = self.model, self.layout
         matrices = 2 * (model.active_parameters - model.vocab * model.hidden) * tokens
         attention = model.attention_flops(tokens / 2) * tokens
@@ -137,7 +139,7 @@ class Replica:
         return 1 if self.model.latent else min(self.layout.tp, self.model.kv_heads)
 
     def _imbalance(self, sequences: float) -> float:
-        """Of the fullest device over the mean, for tokens that choose experts at random."""
+        """Load of the fullest device over the mean, for tokens routed to experts at random."""
         width = self.layout.ep
         if width == 1:
             return 1.0
@@ -152,7 +154,7 @@ class Replica:
         if layout.tp == 1:
             return 0.0
         links = Links.of(self.cluster, layout.tp, self.constants, bulk=bulk)
-        # With experts dealt out whole, only the attention is followed by an all-reduce in those layers.
+        # With expert parallelism, only the attention of an MoE layer needs an all-reduce.
         reduces = 2 * model.layers - (model.moe_layers if layout.ep > 1 else 0)
         return reduces * links.all_reduce(local * model.hidden * activation_bytes(self.dtype))
 

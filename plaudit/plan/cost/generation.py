@@ -1,7 +1,7 @@
-"""Seconds of a whole generation phase: prefill, waves when the cache is small, and the tail of the longest responses.
+"""Time of a whole generation phase: prefill, waves if the cache is small, and the tail of the longest responses.
 
-The batch is simulated by events, as a replica lives it: sequences enter when there is room, decode together, and the
-step gets cheaper as they leave. A few dozen particles stand for the sequences.
+The batch is simulated event by event on one replica: sequences enter when there is cache capacity, decode together, and
+steps get cheaper as sequences finish. A few dozen particles represent the sequences.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PREFILL = "prompts of a replica · (2 · active parameters · tokens + attention
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one phase of generation came to."""
+    """Time and number of waves of one generation phase."""
 
     seconds: Term
     waves: float
 
 
 def mixed(lengths: list[float]) -> list[float]:
-    """The same lengths in an order in which long and short alternate, as drawn prompts do."""
+    """Reorder the lengths so that long and short alternate, as in randomly drawn prompts."""
     count = len(lengths)
     stride = next(s for s in range(max(1, int(count * 0.618)), count + 2) if _coprime(s, count))
     return [lengths[(i * stride) % count] for i in range(count)]
@@ -43,8 +43,9 @@ def _coprime(a: int, b: int) -> bool:
 def generate(
     replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float, group: int = 1
 ) -> Generation:
-    """`batch` responses over `replicas` alike, `group` of them to each prompt (its prefill is shared)."""
-    # Many plans differ in training alone, and a cache that holds more than the replica's share is as good as any other.
+    """Time to generate `batch` responses on `replicas` replicas; the `group` responses to a prompt share a prefill."""
+    # Many plans differ only in training, and a cache beyond the replica's share changes nothing: the clamped
+    # concurrency lets them share a cache entry.
     own = max(1.0, batch / replicas)
     return _generate(replica, replicas, batch, prompt, lengths, min(own, concurrency), group)
 
@@ -64,7 +65,7 @@ def _generate(
     """(step at which it ends, its length)"""
     now = reading = 0.0
     spent: dict[str, float] = {}
-    """Seconds of decoding by what they go into."""
+    """Decode seconds by component."""
     while waiting or active:
         while waiting and len(active) < slots:
             length = waiting.pop()
@@ -72,14 +73,14 @@ def _generate(
             reading += weight * prefill
         ends = active[0][0]
         alive = len(active)
-        # In the middle of the stretch the sequences have grown by so much on average.
+        # Mean context at the midpoint of this interval.
         context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
         for name, seconds in replica.step_parts(alive * weight_now, context).items():
             spent[name] = spent.get(name, 0.0) + (ends - now) * seconds
         now = ends
         while active and active[0][0] <= now:
             heapq.heappop(active)
-    # Where even one particle does not fit at once, it passes in parts.
+    # If not even one particle fits at once, its sequences are processed in several passes.
     again = weight / weight_now
     decoded = [Term(name, again * value, "s", FORMULAS[name]) for name, value in spent.items() if value]
     inputs = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))

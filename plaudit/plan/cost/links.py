@@ -1,9 +1,11 @@
-"""Collectives over two tiers: the scale-up domain and the network between domains.
+"""Time of collectives over two tiers: the scale-up domain and the network between domains.
 
 S bytes of a device, n devices, B bytes per second one way (nccl-tests, PERFORMANCE.md):
+
     all-reduce S/B · 2(n-1)/n      all-gather, reduce-scatter, all-to-all S/B · (n-1)/n      broadcast S/B
-A group that spans domains goes through both; what leaves a domain is 1/d of the bytes for ring collectives, as the d
-devices of a domain share the work, and the part of the targets that are elsewhere for all-to-all.
+
+A group that spans domains uses both tiers. For ring collectives 1/d of the bytes leave a domain, because its d devices
+share the work; for all-to-all, the fraction whose targets are in other domains.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from plaudit.plan.shape.hardware import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """`group` devices that talk to each other; `stride` others lie between two of them (their tensor ranks, say)."""
+    """`group` communicating devices; `stride` is the distance between two of them (their tp ranks, for example)."""
 
     up: float
     out: float
     group: int
     inside: int
-    """Of the group in one domain."""
+    """Devices of the group in one domain."""
     hop: float
 
     @staticmethod
@@ -40,7 +42,7 @@ class Links:
         return 2 * self.all_gather(size)
 
     def all_gather(self, size: float) -> float:
-        """`size` is of the whole, once gathered. A reduce-scatter of the same whole takes as long."""
+        """Seconds; `size` is the gathered whole. A reduce-scatter of the same size takes as long."""
         if self.group == 1:
             return 0.0
         seconds = size * (self.inside - 1) / self.inside / self.up
@@ -50,7 +52,7 @@ class Links:
         return seconds
 
     def all_to_all(self, size: float, copies: float | None = None) -> float:
-        """Every device sends `size`. `copies` of the same bytes to one domain cross the network once."""
+        """Seconds if every device sends `size`; `copies` of the same bytes to one domain cross the network once."""
         if self.group == 1:
             return 0.0
         away = 1 - self.inside / self.group

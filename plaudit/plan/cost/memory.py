@@ -1,7 +1,7 @@
-"""Bytes per device and per host, phase by phase.
+"""Memory per device and per host in each phase.
 
-Training: Korthikanti et al., arXiv 2205.05198, with gated MLPs, grouped queries and experts counted for themselves;
-weights 2 B, gradients 4 or 2, Adam and master weights 12 per parameter, cut by tp, pp, ep and ZeRO.
+Training follows Korthikanti et al., arXiv 2205.05198, with gated MLPs, grouped queries and experts counted separately;
+weights take 2 B, gradients 4 or 2 B, Adam and master weights 12 B per parameter, sharded by tp, pp, ep and ZeRO.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES, activation_bytes
 
 GROUP_RATIO, GROUP_SLACK = 0.25, 4.0
-"""How much longer than its shortest a sequence of a group may be, where attention goes by groups."""
+"""Attention in groups: how much longer than the shortest sequence of a group its others may be (ratio, tokens)."""
 LEAST_KEYS, SCORES = 64, 32 * 2**20
-"""Of `core/model/attention.py`, on a CPU: keys of the shortest product, bytes of scores that are computed at once."""
+"""Constants of `core/model/attention.py` on a CPU: minimum number of keys of a matmul, and bytes of scores computed at
+once."""
 HOST_SLACK = 1.5
-"""Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
+"""Overhead of pinned copies and buffers of offloaded state (the factor of DeepSpeed's own estimator)."""
 
 
 def weight_size(trainer: Trainer) -> float:
-    """Bytes of one weight in training: fp8 is cast from bf16 as it is used."""
+    """Bytes of one weight in training: for fp8 those of bf16, as it is cast from bf16 on use."""
     return activation_bytes(trainer.dtype)
 
 
@@ -33,7 +34,7 @@ def weights(trainer: Trainer, name: str = "weights") -> Term:
     if layout.zero < 3:
         return Term(name, size * here, "B", "bytes of a weight · parameters of a device", inputs)
     ranks = layout.dp * layout.cp
-    # Two layers are whole at any time: the one at work and the next.
+    # Two layers are gathered at any time: the current one and the next.
     gathered = 2 * size * here / trainer.layers_here if ranks > 1 else 0.0
     shard = size * (trainer.dense_parameters_here() + trainer.expert_parameters_here() * layout.ep) / ranks
     return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", inputs)
@@ -56,14 +57,14 @@ def optimizer(trainer: Trainer) -> Term:
 
 
 def activations(trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True) -> Term:
-    """Kept for backward by the first stage, which holds the most micro-batches."""
+    """Activations kept for backward on the first stage, which keeps the most micro-batches."""
     model, layout = trainer.model, trainer.layout
     tokens = trainer.held_tokens(length)
     per_layer = activation_bytes_per_token(trainer, length, fused, sequence_parallel)
     layers = trainer.layers_here
     # 1F1B: the first stage has pp micro-batches in flight; interleaving adds (pp - 1) / (pp · vpp) of that.
     flight = layout.pp * (1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0)
-    if trainer.stage is not None:  # and each of the others one less, if an update has as many
+    if trainer.stage is not None:  # each later stage has one less; at most those of an update
         flight = min(layout.pp - trainer.stage, max(1.0, trainer.most_tokens / (tokens * layout.cp)))
     if layout.recompute == "full":
         kept = weight_size(trainer) * model.hidden * layers * flight + per_layer
@@ -79,47 +80,51 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
 def activation_bytes_per_token(
     trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True
 ) -> float:
-    """Of one layer on one device. `fused` attention keeps no scores; sequence parallelism cuts norms' inputs too."""
+    """Activation bytes of one layer on one device. `fused` attention stores no scores; sequence parallelism also shards
+    the inputs of the norms."""
     model, layout = trainer.model, trainer.layout
     scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
     inside = 2.0 * attention_numbers(trainer, length) + scores
-    kept = 6.0 if _fused(trainer) else 8.0  # alone, silu(gate) is kept beside gate, up and their product
+    kept = 6.0 if _fused(trainer) else 8.0  # unfused, silu(gate) is kept beside gate, up and their product
     dense = (kept if model.gated else 4.0) * model.ffn
     share = model.moe_layers / model.layers
     routed = model.top_k * (2.0 * model.hidden + kept * model.expert_ffn) + kept * model.shared_ffn
     inside += routed * share + dense * (1 - share)
-    wide = weight_size(trainer) / 2  # the sums above are of two-byte numbers
+    wide = weight_size(trainer) / 2  # the sums above assume two bytes per value
     outside = _norm_bytes_per_token(trainer) if layout.plain else 10.0 * model.hidden
     return wide * (inside / layout.tp + outside / (layout.tp if sequence_parallel else 1))
 
 
 def attention_numbers(trainer: Trainer, length: float) -> float:
-    """Of a token in one layer: queries, keys, values and what comes out."""
+    """Values stored per token in one layer: queries, keys, values and the attention output."""
     model = trainer.model
     queries = model.heads * (model.head_dim + model.rope_dim)
-    keys = max(model.kv_heads, trainer.layout.tp) * model.head_dim  # tensor ranks have one each, or share it
+    keys = max(model.kv_heads, trainer.layout.tp) * model.head_dim  # each tensor rank has its own head or shares one
     out = float(model.heads * (model.v_dim or model.head_dim))
-    # A shared prompt is computed once, and its keys and values are laid out again for every response.
+    # A shared prompt is computed once, but its keys and values are materialized for every response.
     laid_out = 2 * keys * trainer.keys_per_token * trainer.key_copies
     if not (trainer.layout.plain and trainer.dtype == "fp32"):
-        # Where heads are exchanged for tokens, what comes out is kept on both sides.
+        # With context parallelism by heads (all-to-all), the output is kept on both sides of the exchange.
         return queries + laid_out + out * (2 if trainer.layout.plain and trainer.layout.cp > 1 else 1)
-    # fp32 goes in groups of like length, up to a quarter and four tokens apart: padded by half of that, and put back
-    # into one row afterwards.
+    # fp32 attention runs in groups of similar lengths (within a quarter plus four tokens): padded by half of that on
+    # average, then repacked.
     padding = 1 + (GROUP_RATIO * length + GROUP_SLACK) / 2 / length
     return padding * (queries + laid_out + out + _kept_scores(model.heads, length)) + out
 
 
 def _kept_scores(heads: int, length: float) -> float:
-    """Of a token in float32 on a CPU, where short sequences keep theirs and those of long ones are computed again."""
+    """Stored scores per token in fp32 on a CPU: those of short sequences are kept, those of long ones recomputed."""
     scores = heads * max(LEAST_KEYS, length)
     return scores if 4 * length * scores <= SCORES else 0.0
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
-    """Of a layer's two norms. Fused, each keeps what it was given, or that scaled, and what follows keeps its result.
-    So on a CPU too, where fp32 is trained, one process to a model. Plain modules work in fp32: beside two-byte
-    activations they keep a copy of their input of four bytes."""
+    """Activation bytes per token of a layer's two norms.
+
+    Fused, a norm keeps its input (or the scaled input), and the next operation keeps its output; so too on a CPU, where
+    one process trains fp32. Unfused modules compute in fp32: beside two-byte activations they keep a four-byte copy of
+    their input.
+    """
     layout, wide = trainer.layout, trainer.dtype == "fp32"
     if _fused(trainer) or (wide and layout.devices == 1):
         return 8.0 * trainer.model.hidden
@@ -127,15 +132,15 @@ def _norm_bytes_per_token(trainer: Trainer) -> float:
 
 
 def _fused(trainer: Trainer) -> bool:
-    """Whether norms and gates are single kernels. In Plaudit's trainer those of a GPU are, on weights of two bytes, one
-    device to a model, and not where layers compute themselves again."""
+    """Whether norms and gates are single fused kernels. In Plaudit's trainer they are on a GPU with two-byte weights,
+    one device per model and no recomputation."""
     layout = trainer.layout
     alone = layout.devices == 1
     return not layout.plain or (trainer.dtype != "fp32" and alone and layout.recompute == "none")
 
 
 def _end_bytes_per_token(trainer: Trainer) -> float:
-    """The norm after the last layer, and the rows that the head reads."""
+    """Activation bytes per token of the final norm and of the head's input."""
     return weight_size(trainer) / 2 * (_norm_bytes_per_token(trainer) / 2 + 2.0 * trainer.model.hidden)
 
 
@@ -145,7 +150,8 @@ def workspace(trainer: Trainer, length: float) -> Term:
     per = activation_bytes_per_token(trainer, length)
     how = "gradients of one layer's activations, as backward passes it"
     if layout.plain:
-        # What a layer kept is dropped as its gradients are made: at once there are those of the MLP's two branches.
+        # A layer's activations are freed as their gradients are computed: at most the gradients of the MLP's two
+        # branches exist at once.
         widest = max(float(model.ffn), model.top_k * model.expert_ffn + model.shared_ffn)
         per = weight_size(trainer) * (2 * widest / layout.tp + 2 * model.hidden)
         how = "gradients of an MLP's two branches, its input and its output, as backward passes it"
@@ -153,7 +159,7 @@ def workspace(trainer: Trainer, length: float) -> Term:
 
 
 def holes(moment: Sequence[Term], constants: Constants) -> Term:
-    """What the allocator keeps in pieces of what came and went."""
+    """Memory that the allocator loses to fragmentation."""
     used = sum(term.value for term in moment)
     return Term("holes", (constants.heap_factor - 1) * used, "B", "(heap_factor - 1) · what comes and goes",
                 (("heap_factor", constants.heap_factor), ("comes and goes", used)))  # fmt: skip
@@ -161,14 +167,14 @@ def holes(moment: Sequence[Term], constants: Constants) -> Term:
 
 def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     layout = trainer.layout
-    # Log-probabilities are taken in stretches of at most this many tokens, in fp32, with their gradient.
+    # Log-probabilities are computed in chunks of at most this many tokens, in fp32, with their gradient.
     vocab = trainer.model.vocab
     most = OWN_LOGITS * layout.tp / vocab if layout.plain else 8192.0
     tokens = min(trainer.held_tokens(length), most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
     size = tokens * vocab * per / layout.tp if trainer.last else 0.0
     if trainer.last and layout.plain and backward and not trainer.adapted:
-        # Over several stretches the head's gradient is summed in fp32 and then rounded.
+        # With several chunks the head's gradient is accumulated in fp32 and then rounded.
         size += vocab * trainer.model.hidden * (4.0 + weight_size(trainer)) / layout.tp
     return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))
 
@@ -184,7 +190,7 @@ def graphs(constants: Constants) -> Term:
 
 
 def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
-    """Forward only: one layer's activations at a time."""
+    """Memory of a forward-only pass: activations of one layer at a time."""
     tokens = trainer.held_tokens(length)
     moment = Term(
         "activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token"
@@ -203,11 +209,12 @@ def engine_weights(replica: Replica) -> Term:
 
 
 def sequence_bytes(replica: Replica, context: float) -> float:
-    """Cache of one sequence on one device of those that hold it."""
+    """KV cache bytes of one sequence on one of the devices that store it."""
     cuts = 1 if replica.model.latent else min(replica.layout.tp, replica.model.kv_heads)
     return replica.model.kv_numbers(context) * DTYPE_BYTES[replica.kv_dtype] / cuts / replica.layout.pp
 
 
 def concurrency(replica: Replica, pool: float, context: float) -> float:
-    """Sequences of a replica whose caches fit, each grown to `context`: devices of an attention group hold the same."""
+    """Sequences of `context` tokens whose KV cache fits on a replica; all devices of an attention group serve the same
+    sequences."""
     return max(0.0, pool) / sequence_bytes(replica, context) * replica.layout.attention_groups

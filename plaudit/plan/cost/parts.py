@@ -1,4 +1,4 @@
-"""The pieces of a plan: memory and seconds of each phase, before they are set against what there is."""
+"""Memory and time of each phase of a plan, before they are compared with the hardware's limits."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
 ENGINE_SHARE = 0.7
-"""Of a device's memory that an engine takes beside a trainer (verl 0.5 to 0.7, OpenRLHF 0.5) ..."""
+"""Share of a device's memory for an engine that shares it with a trainer (verl 0.5 to 0.7, OpenRLHF 0.5) ..."""
 OWN_ENGINE_SHARE = 0.9
-"""... and where the device is its own."""
+"""... and for an engine on a device of its own."""
 
 
 MOST_SEQUENCES = 1024
-"""That an engine schedules at once (vLLM's default for large devices)."""
+"""Most sequences that an engine schedules at once (vLLM's default for large devices)."""
 BYTE = 1.0
-"""Sums of the same parts in another order differ by far less."""
+"""Tolerance for rounding: sums of the same terms in another order differ by far less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A constraint that the plan breaks, and by how much."""
+    """A memory limit that the plan exceeds, and by how much."""
 
     what: str
     needed: float
@@ -49,7 +49,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a device holds in each phase, and how many sequences a replica's cache has room for."""
+    """Memory per device in each phase, and the number of sequences that a replica's cache fits."""
 
     generation: Term
     scoring: Term
@@ -70,7 +70,7 @@ class Phase:
 
 
 class Parts:
-    """The pieces of one plan: what lives where in each phase, and how long each takes."""
+    """The components of one plan: what is in memory in each phase, and how long each phase takes."""
 
     def __init__(self, workload: Workload, plan: Plan, constants: Constants) -> None:
         self.workload, self.plan, self.constants = workload, plan, constants
@@ -87,11 +87,11 @@ class Parts:
         self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
         self.process = self._trainer(workload.process, whole=plan.training.plain) if workload.process else None
         self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
-        # A sequence's room grows with it: on average half of the response is there.
+        # Cache capacity is counted at the final mean length of a sequence.
         self.grown = workload.prompt + workload.response
 
     def _trainer(self, model: ModelShape, whole: bool = False, trained_share: float = 1.0) -> Trainer:
-        """`whole`: not cut. In Plaudit's trainer every rank has the reward model."""
+        """`whole`: not sharded. In Plaudit's trainer every rank has a full copy of the reward model."""
         layout = self.plan.training
         if whole:
             layout = replace(layout, tp=1, pp=1, cp=1, dp=layout.devices, zero=0)
@@ -110,7 +110,7 @@ class Parts:
     # Memory
 
     def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
-        """What stays between steps. Gradients do not: they are made in training and dropped after the update."""
+        """State that persists between steps. Gradients do not: they are freed after the update."""
         terms = [memory.weights(trainer)]
         if trainer.adapted:
             beside = trainer.trained_share * trainer.parameters_here() * memory.weight_size(trainer)
@@ -121,11 +121,11 @@ class Parts:
         return [replace(term, name=f"{name}{term.name}") for term in terms] if name else terms
 
     def _forward_only(self, parked: bool = False) -> list[Term]:
-        """Models that are only read: those on the device, or those that wait on the host."""
+        """Weights of inference-only models: those on the device, or with `parked` those offloaded to the host."""
         terms: list[Term] = []
         if self.plan.training.park is not parked:
             return []
-        if self.workload.has_reference and not self.trainer.adapted:  # else the policy itself, its adapters off
+        if self.workload.has_reference and not self.trainer.adapted:  # else the policy, adapters disabled
             terms.append(memory.weights(self.trainer, "reference"))
         if self.reward:
             terms.append(memory.weights(self.reward, "reward model"))
@@ -137,7 +137,7 @@ class Parts:
         return self._states(self.trainer) + critic + self._forward_only() + process
 
     def _process_cache(self) -> list[Term]:
-        """KV of the process model, which a search scores its paths with."""
+        """KV cache of the process reward model that scores the paths of a search."""
         work = self.workload
         if work.process is None:
             return []
@@ -151,7 +151,7 @@ class Parts:
         return used if self.constants.heap_factor == 1 else [*used, memory.holes(used, self.constants)]
 
     def engine_memory(self) -> tuple[float, Term, float]:
-        """(bytes for the cache, what a device holds in generation besides it, and in the fullest phase that has it)"""
+        """(bytes for the cache, generation memory without it, memory of the fullest phase that keeps it)"""
         plan, chip = self.plan, self.plan.generation_cluster.accelerator
         engine = memory.engine_weights(self.replica)
         graphs = memory.graphs(self.constants)
@@ -169,7 +169,7 @@ class Parts:
         inside = total("generation", terms, "B")
         fullest = inside.value
         if plan.placement == "colocated":
-            # The cache stays: what it takes is missing in every later phase.
+            # A colocated engine keeps its cache, so every later phase must fit beside it.
             fullest = max(fullest, self.training_memory(0.0).value, self.scoring_memory(0.0).value)
         cache_limit = min(share * chip.memory - engine.value - graphs.value, chip.memory - fullest)
         return max(0.0, min(cache_limit, self.workload.cache_bytes or cache_limit)), inside, fullest
@@ -202,8 +202,8 @@ class Parts:
         return Capacity(*phases, at_once, tuple(shortages))
 
     def training_memory(self, pool: float) -> Term:
-        """Of our trainer's pipeline that of the fullest stage: the first keeps the most micro-batches, the last has the
-        head."""
+        """Training memory; for a pipeline of our trainer that of the fullest stage: the first keeps the most
+        micro-batches, the last has the head."""
         cut = self.plan.training
         if not cut.plain or cut.pp == 1 or self.trainer.layout.pp == 1:
             return self._training_memory(pool)
@@ -216,7 +216,7 @@ class Parts:
 
     def _training_memory(self, pool: float) -> Term:
         terms = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
-        # Policy and critic learn one after the other: of their gradients the larger set counts.
+        # Policy and critic train one after the other, so only the larger set of gradients counts.
         learners = [self.trainer, *([self.critic] if self.critic else [])]
         gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
         terms = [*terms, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
@@ -234,14 +234,14 @@ class Parts:
         return total("scoring", terms + self._kept(pool) + self._process_cache(), "B")
 
     def _kept(self, pool: float) -> list[Term]:
-        """Of the engine, beside whatever phase runs: everything in colocated, nothing in the others."""
+        """Engine memory that stays allocated in other phases: everything if colocated, nothing otherwise."""
         if self.plan.placement != "colocated":
             return []
         kept = [Term("cache", pool, "B", "stays between steps"), memory.graphs(self.constants)]
         return kept if self.one_module else [*kept, memory.engine_weights(self.replica)]
 
     def host(self) -> Term:
-        """Of one node: what is offloaded, with the slack of pinned copies."""
+        """Host memory of one node: offloaded state with the overhead of pinned copies."""
         devices = self.plan.cluster.devices_per_node
         moved = self._swapped() if self.plan.placement == "swapped" else []
         moved += self._forward_only(parked=True)
@@ -264,7 +264,7 @@ class Parts:
             terms.append(self.trainer.score(work.batch, length, "reference"))
         if self.reward:
             terms.append(self.reward.score(work.batch, length, "reward"))
-        if self.process:  # a level has as many steps as paths are open, so that as much is drawn as without a search
+        if self.process:  # a search scores as many tokens as a run without one
             terms.append(self.process.score(work.batch, length, "process model"))
         if self.critic:
             terms.append(self.critic.score(work.batch, length, "values"))
@@ -294,12 +294,12 @@ class Parts:
         return terms
 
     def _swapped(self) -> list[Term]:
-        """What waits on the host: over several ranks of ours the weights that engines have of their own, too."""
+        """State offloaded to the host; on several ranks of our trainer also the engines' separate weights."""
         own = self.plan.training.plain and not self.one_module
         return self._resident() + ([memory.engine_weights(self.replica)] if own else [])
 
     def _swaps(self) -> Term:
-        """Of one whole step: everything that leaves and comes back over PCIe, each way once."""
+        """Seconds per step to offload and reload all swapped state over PCIe."""
         rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
         fixed = Term("switch", self.constants.switch_seconds, "s", "switch_seconds: the engine sleeps and wakes")
         moved = [
@@ -342,8 +342,8 @@ class Parts:
 
     @property
     def batches_at_once(self) -> int:
-        """async: batches that generate at the same time. Ours submits prompts of the next batch while the last ones of
-        a batch run; published one-step-off runs finish a batch before they begin the next."""
+        """Batches that generate concurrently in async. Our trainer submits prompts of the next batch while the last
+        ones of a batch run; published one-step-off runs finish a batch before they start the next."""
         return self.plan.staleness + 1 if self.workload.plain else max(1, self.plan.staleness)
 
     def _overlapped(

@@ -1,4 +1,4 @@
-"""A plan: which placement, on which devices, cut how."""
+"""A plan: placement, devices and parallel layouts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from plaudit.plan.shape.model_shape import ModelShape
 
 PLACEMENTS = ("colocated", "swapped", "disaggregated", "hybrid", "async")
 SHARED = ("colocated", "swapped", "hybrid")
-"""Generation and training take turns on the same devices."""
+"""Placements in which generation and training take turns on the same devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     placement: str
     cluster: Cluster
-    """Of training, and of generation where they share."""
+    """Devices of training, and of generation if they are shared."""
     generation_cluster: Cluster
     generation: GenerationLayout
     training: TrainingLayout
     channel: str
     staleness: int = 0
     double_buffer: bool = False
-    """async: new weights arrive beside those at work, and generation never pauses for them."""
+    """async: new weights are received into a second buffer, so generation never pauses."""
 
     @property
     def shared(self) -> bool:
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def idle_devices(self) -> int:
-        """That no engine uses."""
+        """Devices of the generation cluster that no engine uses."""
         return self.generation_cluster.devices - self.replicas * self.generation.devices
 
     @property
@@ -76,8 +76,8 @@ class Plan:
             raise ConfigError(f"staleness = {self.staleness}: expected zero or more")
 
     def one_module(self, dtype: str, engine_dtype: str) -> bool:
-        """Whether engine and trainer can run on the same tensors: cut alike, whole between steps, of one format. Over
-        several ranks of ours engines have a module of their own."""
+        """Whether engine and trainer can share the same tensors: same sharding, unsharded between steps, same format.
+        On several ranks of our trainer, engines have a separate module."""
         generation, training = self.generation, self.training
         alike = generation.tp == training.tp and generation.pp == training.pp == 1 and training.zero < 3
         alike &= not training.plain or training.devices == 1

@@ -1,4 +1,4 @@
-"""One fully given run: memory and seconds of every phase, the step, its cost, and what does not fit."""
+"""Prediction of one fully specified run: memory and time of every phase, step time, cost, and what does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Prediction:
     step: Term
     cost: Cost
     host: Term
-    """Bytes of one node's host memory."""
+    """Host memory of one node, in bytes."""
     concurrency: float
     waves: float
     shortages: tuple[Shortage, ...]
@@ -33,7 +33,7 @@ class Prediction:
 
     @property
     def note(self) -> str:
-        """What a reader would stumble over."""
+        """Explanation of numbers that may surprise a reader."""
         notes, longest = [], max(self.phases, key=lambda phase: phase.seconds.value)
         if idle := self.plan.idle_devices:
             engines = f"{self.plan.replicas} × {self.plan.generation.devices}"
@@ -55,7 +55,7 @@ class Prediction:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What Plaudit's own trainer lacks for the plan."""
+        """Features that Plaudit's own trainer lacks for the plan."""
         return missing(self.workload, self.plan)
 
     @property
@@ -72,9 +72,9 @@ def predict(
     generation_hardware: str | Cluster | None = None, channel: str | None = None, staleness: int | None = None,
     constants: Constants | None = None, **workload: object,
 ) -> Prediction:  # fmt: skip
-    """The run of `model` on `hardware` under one plan. `workload`: fields of Workload (prompt, response, batch, ...).
+    """Predict the run of `model` on `hardware`. `workload`: fields of Workload (prompt, response, batch, ...).
 
-    Without layouts: generation in replicas of one device, training with FSDP over all devices.
+    Default layouts: generation in replicas of one device, training with FSDP over all devices.
     """
     if isinstance(model, Workload):
         work = replace(model, **workload)  # type: ignore[arg-type]
@@ -102,7 +102,8 @@ def default_channel(plan: Plan, workload: Workload) -> str:
 def predict_plan(
     workload: Workload, plan: Plan, constants: Constants, generated: Generation | None = None, simulate: bool = True
 ) -> Prediction:
-    """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its sides."""
+    """Predict one plan. `generated` can be passed if many plans share it. Without `simulate`, async takes as long as
+    its slower side plus the publication."""
     plan.check(workload.model)
     run = Parts(workload, plan, constants)
     capacity = run.capacity()

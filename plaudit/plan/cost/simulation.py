@@ -1,4 +1,4 @@
-"""Event simulation of what no formula gives: generation that overlaps training."""
+"""Event simulation of generation that overlaps training, for which there is no closed formula."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ BATCHES = 6
 @dataclass(frozen=True, slots=True)
 class AsyncRun:
     step_seconds: float
-    """Between two updates, once the pipeline is full."""
+    """Seconds between two updates in steady state."""
     trainer_waits: float
-    """Of that, the share in which the trainer has nothing to train on."""
+    """Share of the time in which the trainer waits for responses."""
     staleness: float
-    """Mean number of updates between the weights a response began with and those it trains."""
+    """Mean number of updates between the weights that a response started with and the update that trains on it."""
 
 
 def overlap(
     replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float,
     train_seconds: float, sync_seconds: float, staleness: int, group: int = 1, ahead: int = 0,
 ) -> AsyncRun:  # fmt: skip
-    """A response of batch k may begin once update k - staleness is published. Staleness 0 is taking turns.
+    """Simulate async. A response of batch k may start once update k - staleness is published; with staleness 0
+    generation and training alternate.
 
-    `ahead`: batches that generate at the same time, as many as staleness allows by default. With one, the next begins
-    when the last response of a batch is there, and a step is the longer of both sides and the publication.
+    `ahead`: batches that generate concurrently; by default as many as staleness allows. With one, the next batch starts
+    when the last response of a batch is finished, and a step takes the longer of both sides plus the publication.
 
-    One replica stands for all. It pauses while weights arrive; sequences in flight go on with the new ones.
+    One replica represents all. It pauses while weights arrive; sequences in flight continue with the new weights.
     """
     own = max(1.0, batch / replicas)
     count = max(1, min(PARTICLES, int(own)))

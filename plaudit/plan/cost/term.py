@@ -1,4 +1,4 @@
-"""A number that knows where it came from: value, unit, formula and what went into it."""
+"""A number with its derivation: value, unit, formula and inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Term:
 
 
 def total(name: str, parts: Iterable[Term], unit: str, formula: str = "sum of the parts") -> Term:
-    """The sum of terms of one unit. Adding bytes to seconds is a bug and says so."""
+    """Sum terms of one unit. Mixed units (adding bytes to seconds) raise an error."""
     kept = tuple(parts)
     for part in kept:
         if part.unit != unit:

@@ -1,8 +1,8 @@
-"""Seconds of a training step and of a scoring pass: products, attention, memory traffic, links, bubble, optimizer.
+"""Time of a training step and of a scoring pass: matmuls, attention, memory traffic, links, bubble, optimizer.
 
-A device works on micro-batches of `tokens` tokens through its layers / pp layers. Per layer the work is what the
-roofline says, and no less than the host needs to launch it. Backward costs twice the forward in products, two and a
-half times in fused attention (which computes its scores again), and as much in traffic as forward twice.
+A device processes micro-batches of `tokens` tokens through its layers / pp layers. The time per layer is the
+roofline's, and at least the host's kernel launch time. Backward costs twice the forward in matmuls, two and a half
+times in fused attention (which recomputes its scores), and twice the forward in memory traffic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plaudit.plan.shape.layouts import TrainingLayout
 from plaudit.plan.shape.model_shape import ModelShape
 
 OWN_LOGITS = 1 << 24
-"""Logits that Plaudit's trainer holds at once."""
+"""Most logits that Plaudit's trainer materializes at once."""
 FORMULAS = {
     "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward, or 1 for frozen weights, "
     "+ 1 if recomputed) / (tp · pp) / (FLOP/s · gemm_share); what all tensor ranks of our trainer have, on each",
@@ -55,25 +55,25 @@ class Trainer:
     dtype: str
     constants: Constants
     keys_per_token: float = 1.0
-    """Keys that attention lays out for each token computed: more than one where responses share their prompt."""
+    """Keys that attention materializes per computed token: more than one if responses share their prompt."""
     most_tokens: float = math.inf
-    """Of an update, on one device: a micro-batch has no more."""
+    """Tokens of an update on one device: an upper bound for a micro-batch."""
     trained_share: float = 1.0
-    """Of the parameters; the others are frozen, and have no gradients and no optimizer."""
+    """Share of the parameters that are trained; the others are frozen, without gradients or optimizer state."""
     stage: int | None = None
-    """Of our trainer's pipeline, the one that is looked at. None: the mean of all."""
+    """Stage of our trainer's pipeline that is computed; None: the mean of all stages."""
 
     @property
     def adapted(self) -> bool:
         return self.trained_share < 1
 
     def held_tokens(self, length: float) -> float:
-        """Tokens of a micro-batch on one device, where sequences have `length`."""
+        """Tokens of a micro-batch on one device, for sequences of `length` tokens."""
         return max(min(float(self.layout.micro_tokens), self.most_tokens), length) / self.layout.cp
 
     @property
     def layers_here(self) -> float:
-        """The first stages have one more where they do not divide."""
+        """Layers of this stage; if they do not divide evenly, the first stages have one more."""
         if self.stage is None:
             return self.model.layers / self.layout.pp
         each, more = divmod(self.model.layers, self.layout.pp)
@@ -91,13 +91,13 @@ class Trainer:
         dense = model.parameters - model.routed_parameters
         if self.stage is None:
             return dense / self.layout.tp / self.layout.pp + self.copied_here
-        # Embeddings are on the first, the head on the last; tied ones on both.
+        # The first stage has the embedding, the last the head; tied ones are on both.
         ends = model.vocab * model.hidden * ((self.stage == 0) + self.last)
         return ((dense - model.embedding_parameters) * share + ends) / self.layout.tp + self.copied_here
 
     @property
     def copied_here(self) -> float:
-        """Parameters that all tensor ranks of our trainer have."""
+        """Parameters replicated on all tensor ranks of our trainer."""
         if not self.layout.plain:
             return 0.0
         return self.model.copied_parameters(self.layout.tp, keys_whole=True) * self.layers_here / self.model.layers
@@ -106,21 +106,21 @@ class Trainer:
         return self.expert_parameters_here() + self.dense_parameters_here()
 
     def step(self, sequences: float, length: float, updates: int = 1, ragged: bool = False) -> Term:
-        """All `sequences` of mean `length` tokens, forward and backward, in `updates` optimizer steps.
+        """Time to train on `sequences` of mean `length` tokens, forward and backward, in `updates` optimizer steps.
 
-        Where lengths differ (`ragged`) micro-batches are packed, and none is quite full.
+        If lengths differ (`ragged`), micro-batches are packed and not completely filled.
         """
         return self._pass("training", sequences, length, updates, True, ragged)
 
     def score(self, sequences: float, length: float, name: str = "scoring") -> Term:
-        """Forward only, over ragged sequences: log-probabilities, values, rewards."""
+        """Time of a forward pass over ragged sequences: log-probabilities, values, rewards."""
         return self._pass(name, sequences, length, 0, False, True)
 
     def _pass(self, name: str, sequences: float, length: float, updates: int, backward: bool, ragged: bool) -> Term:
         model, layout, fixed, chip = self.model, self.layout, self.constants, self.cluster.accelerator
         rounds = max(1, updates)
         fill = fixed.packing_share if ragged else 1.0
-        # Every device has whole micro-batches: what does not divide waits for the fullest one.
+        # Micro-batches are whole: an uneven split takes as long as the device with the most.
         micro_tokens = max(float(layout.micro_tokens), length)
         micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / fill / micro_tokens - 1e-9)) * rounds
         tokens = max(1.0, sequences / layout.dp * length / layout.cp) / fill
@@ -132,14 +132,14 @@ class Trainer:
             fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share
         )
         bandwidth = chip.bandwidth * fixed.bandwidth_share
-        # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
-        # Half of backward's products are gradients of weights, which frozen ones have not.
+        # Experts are sharded by ep only, so with tp > 1 each device computes its share of all tokens. Half of
+        # backward's matmul time is weight gradients, which frozen weights do not have.
         learned = 1 + self.trained_share if backward else 0.0
         copied = model.copied_parameters(layout.tp) / layout.pp if layout.plain else 0.0
         products = 2 * (model.active_parameters / cuts + copied) * tokens * (1 + learned + again) / gemm
         attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
         attention /= chip.bf16 * fixed.attention_share
-        logits = model.vocab * 8.0 / layout.tp / layout.pp  # each in two bytes, in four, and its gradient in two
+        logits = model.vocab * 8.0 / layout.tp / layout.pp  # two bytes, four bytes, and a two-byte gradient of each
         moved = (model.activation_numbers / cuts * activation_bytes(self.dtype) + logits) * fixed.activation_passes
         traffic = moved * tokens * (1 + 2 * backward + again) / bandwidth
         passes = 1 + backward + again
@@ -156,7 +156,7 @@ class Trainer:
         if layout.plain and backward:
             work["head again"] = self._head_again(tokens, micro_batches, gemm, bandwidth)
         busy = sum(work.values())
-        # Our trainer's layers are over when the head begins: while theirs are launched a device has no other work.
+        # In our trainer the layers finish before the head starts, so the head cannot hide the layers' kernel launches.
         apart = 0.0
         if layout.plain:
             head = 2 * model.vocab * model.hidden / cuts / gemm + logits * fixed.activation_passes / bandwidth
@@ -180,13 +180,15 @@ class Trainer:
     def _head_again(self, tokens: float, micro_batches: float, gemm: float, bandwidth: float) -> float:
         head = self.model.vocab * self.model.hidden / self.layout.tp
         stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / self.layout.tp / OWN_LOGITS)
-        # The product of a stretch is added in place where the head is in fp32; else it is written, read and added.
+        # The gradient of a chunk is accumulated in place if the head is in fp32; otherwise it is written, read and
+        # added.
         touched = 8.0 if self.dtype == "fp32" else 12.0
         summed = stretches * head * touched / bandwidth if stretches > micro_batches and not self.adapted else 0.0
         return 2 * tokens * head / gemm + summed
 
     def _tensor_parallel(self, tokens: float) -> float:
-        """Of one pass forward. With sequence parallelism an all-reduce is a gather and a scatter: the same bytes."""
+        """Seconds of one forward pass. With sequence parallelism an all-reduce becomes a gather and a scatter of equal
+        bytes."""
         if self.layout.tp == 1:
             return 0.0
         links = Links.of(self.cluster, self.layout.tp, self.constants)
@@ -198,10 +200,11 @@ class Trainer:
         )
 
     def _keys_passed(self, tokens: float) -> float:
-        """Of one pass forward: every device sees the keys and values of the whole sequence, a part after the other."""
+        """Seconds of one forward pass of ring attention: every device receives the keys and values of the whole
+        sequence."""
         model, layout = self.model, self.layout
         each = model.kv_numbers_per_layer
-        if model.latent:  # training multiplies latents out first
+        if model.latent:  # training expands latents first
             each = model.heads * (model.head_dim + model.rope_dim + model.v_dim)
         links = Links.of(self.cluster, layout.cp, self.constants, stride=layout.tp)
         size = layout.cp * tokens * each * activation_bytes(self.dtype) / layout.tp
@@ -209,15 +212,15 @@ class Trainer:
 
     @property
     def key_copies(self) -> float:
-        """Where our trainer exchanges tokens for heads, ranks beyond the key-value heads have copies of these."""
+        """Copies of each key-value head if our trainer exchanges tokens for heads over more ranks than heads."""
         keys = max(1, self.model.kv_heads // self.layout.tp)
         return math.lcm(keys, self.layout.cp) / keys if self.layout.plain else 1.0
 
     def _exchanged(self, tokens: float) -> float:
-        """Of one pass forward."""
+        """Seconds of the token-head exchange in one forward pass."""
         model, layout = self.model, self.layout
         around = model.heads * (model.head_dim + model.rope_dim + (model.v_dim or model.head_dim))  # queries, outputs
-        # Latents are multiplied out first, to keys and values of all heads.
+        # Latents are first expanded to keys and values of all heads.
         numbers = 2 * around if model.latent else around + model.kv_numbers_per_layer * self.key_copies
         links = Links.of(self.cluster, layout.cp, self.constants, stride=layout.tp)
         sent = tokens * numbers * activation_bytes(self.dtype) / layout.tp
@@ -233,13 +236,13 @@ class Trainer:
         return model.moe_layers / layout.pp * 2 * links.all_to_all(sent, copies)
 
     def _gathered(self, micro_batches: float, backward: bool) -> float:
-        """Zero 3: weights twice and gradients once for every micro-batch, weights once where nothing is learned."""
+        """ZeRO 3: per micro-batch weights are gathered twice and gradients scattered once; in scoring, weights once."""
         layout, size = self.layout, activation_bytes(self.dtype)
         ranks = layout.dp * layout.cp
         links = Links.of(self.cluster, ranks, self.constants, stride=layout.tp)
         if layout.ep == 1:
             gathered = links.all_gather(self.parameters_here() * size)
-        else:  # experts over the groups alone that have the same ones
+        else:  # experts are gathered only within the groups that have the same ones
             groups = Links.of(self.cluster, ranks // layout.ep, self.constants, stride=layout.tp * layout.ep)
             gathered = links.all_gather(self.dense_parameters_here() * size)
             gathered += groups.all_gather(self.expert_parameters_here() * size)
@@ -251,7 +254,7 @@ class Trainer:
             return 0.0
         dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
         experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
-        # Gradients are scattered, weights gathered.
+        # Gradients are reduce-scattered, weights all-gathered.
         return (
             self.trained_share
             * (layout.gradient_bytes + activation_bytes(self.dtype))
