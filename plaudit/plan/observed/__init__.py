@@ -1,1 +1,1 @@
-"""What runs measured: read from their logs, set against their plans, and fitted into constants."""
+"""Measured runs: read from their logs, compared with their plans, and fitted into constants."""

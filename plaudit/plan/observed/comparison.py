@@ -1,4 +1,4 @@
-"""A run against its plan, phase by phase, and the constants that would have planned it right."""
+"""Compare a run with its plan, phase by phase, and fit the constants that reproduce it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
 from plaudit.plan.shape.workload import Workload
 
 CHANNELS = {"disk": "disk", "collective": "broadcast", "shared": "ipc", None: "ipc"}
-"""Of our recipes, as the planner names them: shared memory is handed over by address."""
+"""Weight channel of our recipes to the planner's: with shared memory only addresses are passed."""
 CLOSE = 0.05
-"""Less is no deviation to speak of."""
+"""Share of a step below which a deviation is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class PhaseRow:
     name: str
     planned: float
     measured: float | None
-    """None where the log does not say."""
+    """None if the log lacks it."""
     refitted: float
 
     @property
     def factor(self) -> float | None:
-        """Times as long as planned; None where one of both is nothing."""
+        """Measured over planned seconds; None if either is missing or zero."""
         return self.measured / self.planned if self.measured and self.planned else None
 
 
@@ -51,7 +51,7 @@ class Comparison:
     before: Constants
     after: Constants
     as_run: bool
-    """Whether the plan is the one that ran; else it is the fastest, for want of its layouts."""
+    """Whether the plan is the one that ran; otherwise the fastest plan, as the run's layouts are unknown."""
 
     @property
     def rows(self) -> list[PhaseRow]:
@@ -64,14 +64,14 @@ class Comparison:
 
     @property
     def changes(self) -> dict[str, tuple[float, float]]:
-        """Constants before and after."""
+        """Changed constants: (before, after)."""
         names = Constants.__dataclass_fields__
         pairs = {name: (getattr(self.before, name), getattr(self.after, name)) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def headline(self) -> str:
-        """How the step compares, and which phase deviates the most of all seconds."""
+        """How the step compares with the plan, and the phase with the largest deviation in seconds."""
         *phases, step = self.rows
         assert step.factor is not None
         line = f"A step took {step.measured:.3g} s, {step.factor:.2f} times the {step.planned:.3g} s planned"
@@ -112,7 +112,7 @@ def compare(options: PlanOptions, resolve: Callable[[str], Path]) -> Comparison:
 
 
 def _with_lengths(options: PlanOptions, measured: Measured) -> PlanOptions:
-    """What the log says of the work takes the place of what was not said."""
+    """Take the batch from the log, and the lengths that the options do not set."""
     if options.model is None and measured.source != "plaudit":
         raise ConfigError(f"--from {options.from_run}: {measured.source}'s log does not name the model: give --model")
     prompt = options.prompt if options.prompt is not None else measured.prompt
@@ -164,7 +164,7 @@ def _fastest(question: Question) -> Plan:
 
 
 def hardware_file(comparison: Comparison, known: Overrides | None) -> str:
-    """What the file in use has, and the constants as refitted, in TOML."""
+    """The current hardware file with the refitted constants, as TOML."""
     tables = known.model_dump(exclude_none=True, exclude_defaults=True) if known else {}
     constants = {name: after for name, (_, after) in comparison.changes.items()}
     note = f"# Refitted on {comparison.measured.steps} steps of a run of {comparison.measured.source}\n"

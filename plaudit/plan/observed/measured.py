@@ -1,4 +1,4 @@
-"""The steps of a run as its log has them: ours, verl's or NeMo RL's, by the phases of a plan."""
+"""Step times of a run from its log (ours, verl's or NeMo RL's), mapped to the phases of a plan."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from plaudit.events import read_events
 
 Step = dict[str, float]
 LEAST_STEPS = 4
-"""The first warms up, and a median of fewer than three says nothing."""
+"""The first step is warm-up, and a median needs at least three."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The names under which one project logs a step."""
+    """Metric names under which one project logs a step."""
 
     name: str
     step: str
     phases: Mapping[str, tuple[str, ...]]
     outside: tuple[str, ...] = ()
-    """Seconds within the step that belong to no plan: evaluation, checkpoints, tools."""
+    """Time within the step that is not part of a plan: evaluation, checkpoints, tools."""
     waits: tuple[str, ...] = ()
-    """Seconds in which the trainer waits for generation: there they stand in for its own, which nobody sees."""
+    """Time in which the trainer waits for generation, logged in place of the overlapped generation time."""
     within: Mapping[str, str] = field(default_factory=dict)
-    """A name and the one that its seconds are counted in once more."""
+    """Metric to the other metric that also includes its time."""
     prompt: str = ""
     response: str = ""
     longest: str = ""
     tokens: str = ""
-    """Of all sequences of a step."""
+    """Tokens of all sequences of a step."""
     throughput: str = ""
-    """Of those, per second and device."""
+    """Tokens per second and device."""
 
 
 PLAUDIT = Dialect(
@@ -92,11 +92,11 @@ class Measured:
 
     source: str
     steps: int
-    """That were taken into account."""
+    """Steps taken into account."""
     phases: Mapping[str, float]
-    """Seconds by the phases of a plan, as far as the log has them."""
+    """Seconds by phase of a plan, as far as logged."""
     step: float
-    """Without what belongs to no plan."""
+    """Seconds of a step without the time that is not part of a plan."""
     outside: float
     waited: float
     """Seconds in which the trainer waited for responses."""
@@ -107,13 +107,13 @@ class Measured:
     devices: int | None = None
 
     def overlapped(self) -> Measured:
-        """Of a run whose generation goes on beside training: what a log has of it is the trainer's waiting."""
+        """The same run with generation overlapping training: its logged generation time is the trainer's wait."""
         phases = {name: seconds for name, seconds in self.phases.items() if name != "generation"}
         return replace(self, phases=phases, waited=self.waited + self.phases.get("generation", 0.0))
 
     @property
     def rest(self) -> float:
-        """Of a step, what no phase has."""
+        """Seconds of a step that belong to no phase."""
         return max(0.0, self.step - sum(self.phases.values()) - self.waited)
 
 
@@ -124,7 +124,7 @@ def our_run(directory: Path) -> Measured:
 
 
 def other_run(path: Path) -> Measured:
-    """Of a log of verl (its file logger, or the console) or NeMo RL (metrics.json, JSON lines, or the console)."""
+    """Read a log of verl (its file logger, or the console) or NeMo RL (metrics.json, JSON lines, or the console)."""
     if not path.is_file():
         raise ConfigError(f"--from {path}: neither a run directory with events.jsonl nor a log file")
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -168,13 +168,13 @@ def _measured(dialect: Dialect, steps: list[Step], path: Path) -> Measured:
 
 
 def _seconds(dialect: Dialect, step: Step, name: str) -> float:
-    """Of one name, less what is counted under another too."""
+    """Seconds of one metric without those that other metrics count too."""
     inner = (step.get(part, 0.0) for part, whole in dialect.within.items() if whole == name)
     return max(0.0, step.get(name, 0.0) - sum(inner))
 
 
 def _steps(text: str) -> Iterator[Step]:
-    """Figures by step, from whichever form the text has."""
+    """Metrics by step, from any of the supported formats."""
     whole = _json(text)
     if whole and all(isinstance(value, dict) for value in whole.values()):
         yield from _by_metric(whole)
@@ -182,7 +182,7 @@ def _steps(text: str) -> Iterator[Step]:
     lines = text.splitlines()
     objects = [_json(line) for line in lines if line.lstrip().startswith("{")]
     if any(objects):
-        for read in filter(None, objects):  # verl's file logger wraps the figures, others write them bare
+        for read in filter(None, objects):  # verl's file logger nests the metrics, others write them at the top level
             yield _numbers(read["data"] if isinstance(read.get("data"), dict) else read)
         return
     yield from _verl_console(lines)
@@ -202,7 +202,7 @@ def _numbers(figures: Mapping[str, Any]) -> Step:
 
 
 def _by_metric(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
-    """{metric: {step: value}}, as NeMo RL's test suites write TensorBoard's figures out."""
+    """Parse {metric: {step: value}}, the format in which NeMo RL's test suites export TensorBoard metrics."""
     steps: dict[int, Step] = {}
     for metric, values in figures.items():
         for step, value in values.items():
@@ -215,7 +215,7 @@ _PAIR = re.compile(r"(?:^|\s-\s)([\w/@.-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)
 
 
 def _verl_console(lines: Iterable[str]) -> Iterator[Step]:
-    """`step:12 - timing_s/gen:31.9 - ...`, behind whatever Ray puts before it."""
+    """Parse `step:12 - timing_s/gen:31.9 - ...`, after any prefix that Ray adds."""
     for line in lines:
         begin = re.search(r"\bstep:\d+ - ", line)
         if begin and VERL.step in line:
@@ -223,7 +223,7 @@ def _verl_console(lines: Iterable[str]) -> Iterator[Step]:
 
 
 def _nemo_console(lines: Iterable[str]) -> Iterator[Step]:
-    """A bullet for each figure: `• Total step time: 92.80s`, then `• generation: 50.10s (54.0%)`."""
+    """Parse one bullet per metric: `• Total step time: 92.80s`, then `• generation: 50.10s (54.0%)`."""
     step: Step = {}
     length: float | None = None
     for line in lines:

@@ -1,7 +1,7 @@
-"""Constants with which a plan takes as long as its run did.
+"""Fit constants so that the plan takes as long as the measured run.
 
-A phase is one number, so of each group of constants all are scaled alike: rates down, seconds up. Which of them is the
-cause, one run cannot say. Links are left as they are.
+A phase is a single number, so all constants of its group are scaled alike: rates down, seconds up. One run cannot show
+which of them is the cause. Link constants are not changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SECONDS = {
     "weights": ("channel_factor",),
 }
 ADDED = {"scoring": "response_seconds", "transitions": "switch_seconds"}
-"""Phases that have a fixed part beside what other constants decide."""
+"""Phases with a fixed cost in addition to the other constants."""
 ROUNDS, CLOSE, MOST, LEAST_SECONDS = 100, 0.002, 20.0, 1e-6
 
 
 def refit(
     start: Constants, predicted: Callable[[Constants], Prediction], measured: Mapping[str, float], batch: int
 ) -> Constants:
-    """`measured`: seconds by phase; those that are not there leave their constants alone."""
+    """Fitted constants. `measured`: seconds by phase; phases that are missing leave their constants unchanged."""
     constants, scales = start, dict.fromkeys(("generation", "training", "weights"), 1.0)
     for _ in range(ROUNDS):
         plan = predicted(constants)

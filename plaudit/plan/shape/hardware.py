@@ -1,6 +1,6 @@
-"""Accelerators, nodes and clusters. The catalogue is data with its sources; a TOML file overrides any of it.
+"""Accelerators, nodes and clusters. The catalogue is data with its sources; a TOML file overrides any value.
 
-Rates are dense (vendors like to print the doubled figures of structured sparsity) and bandwidths one way.
+Rates are dense (vendors often print the doubled rates of structured sparsity) and bandwidths one way.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _CATALOGUE = Path(__file__).parents[1] / "data" / "accelerators.csv"
 GB = 1e9
 MIB = 1024.0**2
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
-"""fp4 carries a scale of one byte for every sixteen numbers."""
+"""fp4 includes a scale of one byte per sixteen values."""
 
 
 def activation_bytes(dtype: str) -> float:
-    """Of a number between two kernels: narrow weights are multiplied with activations of two bytes."""
+    """Bytes of one activation: weights narrower than two bytes are multiplied with two-byte activations."""
     return max(2.0, DTYPE_BYTES[dtype])
 
 
@@ -37,13 +37,13 @@ PRICES = {
     "3yr": "rented for three years, 2026-04-03",
     "owned": "owned by a small cloud, hosting and power included, 2026-04-03",
 }
-"""What each level of price is, and when it was taken: quotes from skypilot-catalog, the rest from InferenceX."""
+"""Meaning and date of each price level: quotes from skypilot-catalog, the rest from InferenceX."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Dollars per accelerator and hour, by level. None where no such price is public: one kind never stands in for
-    another, or accelerators would be compared on prices of different kinds."""
+    """Dollars per accelerator and hour, by level. None if no such price is public: no other level replaces it, so that
+    accelerators are only compared on prices of the same kind."""
 
     low: float | None
     mid: float | None
@@ -52,7 +52,7 @@ class Price:
     owned: float | None
     source: str
     owned_by_hyperscaler: float | None = None
-    """The other end of what owning costs."""
+    """The other end of the ownership cost range."""
 
     @staticmethod
     def given(dollars: float) -> Price:
@@ -69,7 +69,7 @@ class Price:
         return price
 
     def range(self, level: str) -> tuple[float, float] | None:
-        """Lowest and highest of the sources for that kind of price; None where it has one source or none."""
+        """Lowest and highest price among the sources of the level; None with fewer than two."""
         ends = {"3yr": (None,), "owned": (self.owned_by_hyperscaler, self.owned)}.get(level, (self.low, self.high))
         known = [end for end in ends if end is not None]
         return (min(known), max(known)) if len(set(known)) == 2 else None
@@ -80,12 +80,12 @@ class Accelerator:
     name: str
     vendor: str
     memory: float
-    """Bytes, as the driver reports them where that is known: the number of the data sheet is 1 to 7 % less."""
+    """Bytes as reported by the driver where known: the data sheet's number is 1 to 7 % less."""
     bandwidth: float
     bf16: float
     fp8: float
     fp4: float
-    """FLOP/s. What a chip cannot multiply in it unpacks to bf16 first, and that is the rate."""
+    """FLOP/s. For a format without hardware support the bf16 rate, as weights are converted to bf16 first."""
     scale_up: float
     """Bytes per second and device, one way, inside a scale-up domain (NVLink, Infinity Fabric, ICI, or PCIe)."""
     domain: int
@@ -93,7 +93,7 @@ class Accelerator:
     pcie: float
     tdp: float
     power: float
-    """Watts per device from the grid: device, host, network and cooling. Zero where nothing is known."""
+    """Watts per device at the utility meter: device, host, network and cooling. Zero if unknown."""
     price: Price
     source: str
 
@@ -102,17 +102,17 @@ class Accelerator:
 
     @property
     def node(self) -> int:
-        """Devices of a usual node: trays of four in a rack-scale domain."""
+        """Devices of a typical node: trays of four in a rack-scale domain."""
         return 4 if self.domain == 72 else min(8, self.domain)
 
     def unpacks(self, dtype: str) -> bool:
-        """Whether weights of the format are widened before they are multiplied, for want of units."""
+        """Whether weights of the format are converted to bf16 before the matmul, for lack of hardware support."""
         return dtype in ("fp8", "fp4") and self.flops(dtype) <= self.bf16
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of one accelerator. `scale_up_devices` of them reach each other without the network."""
+    """Nodes with one kind of accelerator. `domain` of its devices communicate without the network."""
 
     accelerator: Accelerator
     nodes: int
@@ -134,26 +134,26 @@ class Cluster:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"
 
     def hourly(self, level: str) -> float | None:
-        """Dollars; None where no such price is public."""
+        """Dollars per hour; None if no such price is public."""
         price = self.accelerator.price.at(level)
         return None if price is None else price * self.devices
 
     def of(self, chip: Accelerator) -> Cluster:
-        """As many devices of another kind: in trays of four where that is how they come."""
+        """The same number of devices of another accelerator, in trays of four if it comes in such."""
         if chip.domain == 72 and self.devices_per_node == 8:
             return replace(self, accelerator=chip, nodes=2 * self.nodes, devices_per_node=4,
                            host_memory=self.host_memory / 2)  # fmt: skip
         return replace(self, accelerator=chip)
 
     def part(self, devices: int) -> Cluster:
-        """So many devices of it, by whole nodes where that goes."""
+        """A cluster with `devices` of the devices, in whole nodes if they fill at least one."""
         if devices >= self.devices_per_node:
             return replace(self, nodes=-(-devices // self.devices_per_node))
         return replace(self, nodes=1, devices_per_node=devices)
 
 
 HOST_GB_PER_GPU = 256
-"""2 TB in a node of eight is what DGX H100 and the usual HGX boxes ship with."""
+"""DGX H100 and the usual HGX boxes ship with 2 TB in a node of eight."""
 
 _ALIASES = {
     "a100": "A100-80G SXM", "a100-80g": "A100-80G SXM", "a100 80g": "A100-80G SXM", "a100-40g": "A100-40G SXM",
@@ -177,7 +177,7 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
     bf16 = number("bf16_dense_tflops") * 1e12
     fp8 = number("fp8_dense_tflops") * 1e12 or bf16
     tdp = number("tdp_w")
-    # Where nobody printed the all-in figure: the ratio to the TDP of the chips that have both is 1.75 to 2.5.
+    # If no all-in figure is published: its ratio to the TDP is 1.75 to 2.5 on the chips that have both.
     power = number("allin_utility_kw_per_gpu") * 1e3 or 2.2 * tdp
     low, mid, high = (number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high"))
     quotes: list[float | None] = [quote for quote in (low, mid, high) if quote] or [None]
@@ -211,7 +211,7 @@ def accelerator(name: str, overrides: Overrides | None = None) -> Accelerator:
 
 
 def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
-    """`8x8xH100` is 8 nodes of 8, `64xH100` as many nodes as that takes, `H100` one device."""
+    """Parse a cluster: `8x8xH100` is 8 nodes of 8, `64xH100` 64 devices in standard nodes, `H100` one device."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z].*?)\s*", text)
     if not match:
         raise ConfigError(f"hardware {text!r}: expected nodes x devices x accelerator, such as 8x8xH100 or 64xH100")
@@ -235,7 +235,7 @@ def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
 
 
 class AcceleratorTable(Table):
-    """What may be said of an accelerator; a new one needs memory, bandwidth and a rate."""
+    """Keys of an accelerator in a hardware file; a new one needs memory, bandwidth and a rate."""
 
     memory_gb: Positive | None = None
     bandwidth_gb_s: Positive | None = None
@@ -249,7 +249,7 @@ class AcceleratorTable(Table):
     tdp_w: Positive | None = None
     power_w: Positive | None = None
     price: float | None = None
-    """$ per hour, in place of every level"""
+    """$ per hour, replacing every price level"""
 
 
 class Overrides(Table):
@@ -264,7 +264,7 @@ class Overrides(Table):
         tree = read_toml(path, "hardware file")
         tables = tree.get("accelerator")
         for name, table in tables.items() if isinstance(tables, dict) else ():
-            # By itself, so that a message finds the keys beside a wrong one.
+            # Checked separately, so that the error message can list the keys similar to an unknown one.
             check(TypeAdapter(AcceleratorTable), table, f"{path}: [accelerator.{name}]", AcceleratorTable)
         overrides: Overrides = check(TypeAdapter(Overrides), tree, str(path), Overrides)
         return overrides

@@ -1,4 +1,4 @@
-"""How a model is cut over devices, for generation and for training."""
+"""Parallel layouts: how a model is sharded over devices, for generation and for training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from plaudit.plan.shape.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """One replica. Without `ep` experts are cut like every matrix, or dealt out to the tensor ranks as in our engines,
-    which takes the same bytes; with it they are dealt out whole, tokens are exchanged, and where ep > tp the attention
-    runs ep / tp times beside itself on different sequences."""
+    """Layout of one replica.
+
+    Without `ep`, experts are sharded like every matrix, or distributed whole over the tensor ranks as in our engines,
+    which takes the same bytes. With `ep` they are distributed whole and tokens are exchanged; if ep > tp, the attention
+    runs in ep / tp data-parallel groups on different sequences.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -44,7 +47,7 @@ class GenerationLayout:
 
     @staticmethod
     def parse(text: str) -> GenerationLayout:
-        """As it is printed: tp4 pp2 ep8."""
+        """Parse the printed form: tp4 pp2 ep8."""
         return GenerationLayout(**_sizes(text, ("tp", "pp", "ep"), ())[0])
 
     def __str__(self) -> str:
@@ -54,9 +57,9 @@ class GenerationLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """`dp` copies of tp × cp × pp devices. Experts are dealt to `ep` devices among tp × cp × dp ones.
+    """`dp` copies of tp × cp × pp devices. Experts are distributed over `ep` of the tp × cp × dp devices.
 
-    zero   0 states whole, 1 optimizer cut over dp, 2 gradients too, 3 weights too (FSDP): gathered layer by layer
+    zero: 0 nothing sharded, 1 optimizer sharded over dp, 2 gradients too, 3 weights too (FSDP), gathered layer by layer
     """
 
     tp: int = 1
@@ -67,16 +70,16 @@ class TrainingLayout:
     vpp: int = 1
     zero: int = 1
     micro_tokens: int = 4096
-    """Tokens that go through at once: packed sequences, or one that is longer."""
+    """Tokens per micro-batch: packed sequences, or a single longer one."""
     recompute: str = "none"
     """none | selective (the attention core) | full (everything but a layer's input)"""
     gradient_bytes: int = 4
-    """4 where gradients are summed in fp32 (Megatron), 2 where in bf16 (FSDP2, NeMo RL)."""
+    """4 if gradients are accumulated in fp32 (Megatron), 2 if in bf16 (FSDP2, NeMo RL)."""
     plain: bool = False
-    """Plain modules (as Plaudit and FSDP trainers run them) keep what fused ones (Megatron) make again: the activated
-    gate and the normed input."""
+    """Plain modules (as in Plaudit's and FSDP trainers) store what fused ones (Megatron) recompute: the activated gate
+    and the normed input."""
     park: bool = False
-    """Models that are only read (reference, reward) wait on the host between uses."""
+    """Offload inference-only models (reference, reward) to the host between uses."""
     offload_optimizer: bool = False
 
     @property
@@ -85,7 +88,7 @@ class TrainingLayout:
 
     @property
     def expert_copies(self) -> int:
-        """Devices that hold the same experts."""
+        """Devices with the same experts."""
         return max(1, self.tp * self.cp * self.dp // self.ep)
 
     def check(self, model: ModelShape) -> None:
@@ -107,7 +110,7 @@ class TrainingLayout:
 
     @staticmethod
     def parse(text: str, micro_tokens: int) -> TrainingLayout:
-        """As it is printed: tp2 dp8 pp4 ep8 cp2 zero1, or fsdp; recompute; parked reference; offload."""
+        """Parse the printed form: tp2 dp8 pp4 ep8 cp2 zero1, or fsdp; recompute; parked reference; offload."""
         words = ("fsdp", "recompute", "parked", "reference", "offload")
         sizes, flags = _sizes(text, ("tp", "pp", "dp", "ep", "cp", "vpp", "zero"), words)
         if "fsdp" in flags:
@@ -126,7 +129,7 @@ class TrainingLayout:
 
 
 def _sizes(text: str, names: Sequence[str], words: Sequence[str]) -> tuple[dict[str, int], set[str]]:
-    """(sizes by name, words without one) of a layout as it is printed."""
+    """Parse a printed layout: (sizes by name, flags)."""
     sizes, flags = {}, set()
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"([a-z]+)=?(\d+)", part)

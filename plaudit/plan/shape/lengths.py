@@ -1,4 +1,4 @@
-"""How long responses are: a lognormal with the given mean, cut off at the longest allowed."""
+"""Distribution of response lengths: a lognormal with the given mean, truncated at the maximum length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Lengths:
     mean: float
     longest: float
     spread: float
-    """Standard deviation over mean, before the cut."""
+    """Standard deviation over mean, before truncation."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.longest:
@@ -27,7 +27,7 @@ class Lengths:
             )
 
     def quantiles(self, count: int, of: float) -> list[float]:
-        """`count` lengths, ascending, that stand for `of` drawn ones: the last is the longest to be expected."""
+        """`count` ascending lengths that represent `of` sampled ones; the last is the expected maximum."""
         return list(_quantiles(self, max(1, count), max(1.0, of)))
 
 
@@ -36,14 +36,14 @@ def _quantiles(lengths: Lengths, count: int, of: float) -> tuple[float, ...]:
     sigma = math.sqrt(math.log(1 + lengths.spread**2))
     middle = _location(lengths, sigma)
     ranks = [(i + 0.5) / count for i in range(count)]
-    # The middle of the last stretch understates the end of it: of n draws the longest lies near the rank n/(n+1).
+    # The midpoint of the last interval underestimates the maximum: the longest of n samples is near rank n/(n+1).
     ranks[-1] = max(ranks[-1], of / (of + 1))
     return tuple(max(1.0, min(lengths.longest, math.exp(middle + sigma * _NORMAL.inv_cdf(rank)))) for rank in ranks)
 
 
 @lru_cache(maxsize=4096)
 def _location(lengths: Lengths, sigma: float) -> float:
-    """Of the uncut lognormal whose cut mean is the given one, by bisection: E[min(X, c)] grows with it."""
+    """Location of the lognormal whose truncated mean is the given one, by bisection: E[min(X, c)] increases with it."""
     cut = math.log(lengths.longest)
     low, high = math.log(lengths.mean) - 10, cut + 8 * sigma + 1
     for _ in range(80):

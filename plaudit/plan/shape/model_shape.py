@@ -1,7 +1,7 @@
-"""The size of a decoder, read from its Hugging Face config.json or from the list that comes with the planner.
+"""The shape of a decoder, read from its Hugging Face config.json or from the planner's built-in list.
 
-Dense and mixture-of-experts layers, grouped-query and latent (MLA) attention, sliding windows. What grows with state
-space or linear attention layers is refused: its cache and its FLOPs follow other formulas.
+Dense and mixture-of-experts layers, grouped-query and latent (MLA) attention, sliding windows. Models with state space
+or linear attention layers are refused: their cache and FLOPs follow other formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RECURRENT = ("mamba", "jamba", "nemotron_h", "qwen3_next", "falcon_h1", "rwkv",
 
 @dataclass(frozen=True)
 class ModelShape:
-    # Without slots: its counts are computed once, and a search asks for them a hundred thousand times.
+    # No slots: the cached properties need a __dict__, as a search reads the counts a hundred thousand times.
     vocab: int
     hidden: int
     layers: int
@@ -31,21 +31,21 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     ffn: int
-    """Width of the dense MLP. A model whose layers all have experts may leave it at zero."""
+    """Width of the dense MLP; may be zero if all layers have experts."""
     tied: bool
     attention_bias: bool = False
     gated: bool = True
-    """A gated MLP has three matrices, a plain one two."""
+    """A gated MLP has three matrices, an ungated one two."""
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    """Width of the experts that every token passes, all together."""
+    """Total width of the shared experts that every token uses."""
     dense_layers: int = 0
-    """With experts: layers that have a dense MLP in their place."""
+    """In a mixture-of-experts model: layers with a dense MLP instead of experts."""
     q_rank: int = 0
     kv_rank: int = 0
-    """Latent attention: the cache holds kv_rank + rope_dim numbers per token and layer."""
+    """Latent attention: the cache stores kv_rank + rope_dim values per token and layer."""
     rope_dim: int = 0
     v_dim: int = 0
     window: int = 0
@@ -53,7 +53,7 @@ class ModelShape:
     positions: int = 0
     """Learned position embeddings."""
     max_context: int = 0
-    """0 = not known"""
+    """0 = unknown"""
     name: str = ""
 
     @staticmethod
@@ -68,7 +68,7 @@ class ModelShape:
 
     @staticmethod
     def named(name: str) -> ModelShape:
-        """A built-in model, a directory with a config.json, or the config itself."""
+        """The shape of a built-in model, of a directory with a config.json, or of that file."""
         path = Path(name)
         if path.suffix == ".json" and path.is_file():
             return ModelShape.from_config(path)
@@ -93,7 +93,7 @@ class ModelShape:
 
     @cached_property
     def attention_parameters(self) -> int:
-        """Of one layer, norms included."""
+        """Parameters of one layer's attention, norms included."""
         h, n = self.hidden, self.heads
         if self.latent:
             query = self.q_rank * (h + n * (self.head_dim + self.rope_dim)) if self.q_rank else (
@@ -106,8 +106,11 @@ class ModelShape:
         return h * (queries + 2 * keys) + queries * h + biases + 2 * h
 
     def copied_parameters(self, tp: int, keys_whole: bool = False) -> float:
-        """What a tensor rank has of all layers beyond its share, because other ranks have it too: what makes latents,
-        and key-value heads where ranks outnumber them, of which it has the one that it uses, or all (`keys_whole`)."""
+        """Parameters of all layers that a tensor rank stores beyond its share, because they are replicated.
+
+        These are the down-projections to latents, and key-value heads if there are more ranks than heads: a rank has
+        the one that it uses, or all of them (`keys_whole`).
+        """
         if self.latent:
             made = self.hidden * (self.q_rank + self.kv_rank + self.rope_dim) + self.q_rank + self.kv_rank
             return self.layers * made * (1 - 1 / tp)
@@ -122,12 +125,12 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_ffn
 
     @property
     def shared_parameters(self) -> int:
-        """Of one MoE layer: what every token passes besides attention. The router is here."""
+        """Parameters of one MoE layer that every token uses besides attention, including the router."""
         return 3 * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property
@@ -142,18 +145,18 @@ class ModelShape:
 
     @cached_property
     def routed_parameters(self) -> int:
-        """In experts, of which a token passes top_k."""
+        """Parameters of all experts, of which a token uses top_k per layer."""
         return self.moe_layers * self.experts * self.expert_parameters
 
     @cached_property
     def active_parameters(self) -> int:
-        """What one token is multiplied with: no input embedding, top_k of the experts."""
+        """Parameters that one token is multiplied with: no input embedding, top_k of the experts."""
         inside = self.parameters - self.embedding_parameters - self.routed_parameters
         return inside + self.moe_layers * self.top_k * self.expert_parameters + self.vocab * self.hidden
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
-        """Of LoRA: rank · (inputs + outputs) of every linear layer but the head (of a mixture, of its attention alone:
-        train/policy/lora.py), or of those whose names end so."""
+        """Parameters of LoRA: rank · (inputs + outputs) of every linear layer but the head (in a mixture-of-experts
+        model only of the attention: train/policy/lora.py), or of the layers whose names end in one of `targets`."""
         layers = self._linear_layers()
         if not targets and self.moe_layers:
             layers = {
@@ -163,7 +166,7 @@ class ModelShape:
         return rank * sum(copies * (inputs + outputs) for inputs, outputs, copies in chosen)
 
     def _linear_layers(self) -> dict[str, tuple[int, int, int]]:
-        """(inputs, outputs, how many) of all layers, by the names that Hugging Face's modules have."""
+        """(inputs, outputs, count) of all linear layers, by their Hugging Face module names."""
         h, n, out = self.hidden, self.layers, self.heads * (self.v_dim or self.head_dim)
         query, keys = self.heads * (self.head_dim + self.rope_dim), self.kv_heads * self.head_dim
         found = {"q_proj": (h, query, n), "k_proj": (h, keys, n), "v_proj": (h, keys, n), "o_proj": (out, h, n)}
@@ -191,13 +194,14 @@ class ModelShape:
         return self.kv_rank + self.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
 
     def kv_numbers(self, context: float) -> float:
-        """Numbers in the cache of one sequence of `context` tokens; layers with a window keep no more than it."""
+        """Values in the KV cache of one sequence of `context` tokens; layers with a window store no more than the
+        window."""
         full = (self.layers - self.windowed_layers) * context
         windowed = self.windowed_layers * min(context, self.window) if self.window else 0.0
         return (full + windowed) * self.kv_numbers_per_layer
 
     def attention_flops(self, context: float) -> float:
-        """Of one token that looks at `context` others, in all layers: scores and the weighted sum."""
+        """FLOPs of one token that attends to `context` others, in all layers: scores and the weighted sum."""
         width = self.heads * (self.head_dim + self.rope_dim + self.v_dim) if self.latent else (
             2 * self.heads * self.head_dim
         )  # fmt: skip
@@ -207,7 +211,7 @@ class ModelShape:
 
     @cached_property
     def activation_numbers(self) -> float:
-        """What the forward pass of one token writes between its kernels, in all layers."""
+        """Values that the forward pass of one token writes between kernels, in all layers."""
         width = self.heads * (self.head_dim + self.rope_dim) + self.kv_heads * (
             self.head_dim + (self.v_dim or self.head_dim)
         )
@@ -218,7 +222,7 @@ class ModelShape:
 
     @property
     def tensors(self) -> int:
-        """How many a checkpoint of it has: channels that go tensor by tensor pay for each."""
+        """Number of tensors in a checkpoint: some weight channels have a cost per tensor."""
         mlp = 3 if self.gated else 2
         dense = (self.layers - self.moe_layers) * mlp
         moe = self.moe_layers * (3 * self.experts + (3 if self.shared_ffn else 0) + 1)
@@ -273,8 +277,8 @@ def _aliases() -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """The name in the list for one of the many ways in which a model is written."""
-    # An organisation before the name and a dtype or tuning after it do not change the shape.
+    """The built-in name for any of the common spellings of a model."""
+    # The organisation prefix and a dtype or tuning suffix do not change the shape.
     plain = _plain(name.rsplit("/", 1)[-1])
     aliases = _aliases()
     while plain not in aliases:

@@ -1,4 +1,4 @@
-"""What one step of an RLHF run has to do, whatever it runs on."""
+"""The work of one step of an RLHF run, independent of hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plaudit.plan.shape.lengths import Lengths
 from plaudit.plan.shape.model_shape import ModelShape
 
 GROUP = 8
-"""Default responses to a prompt for algorithms that compare them: GRPO with one learns nothing."""
+"""Default responses per prompt for algorithms that compare them: GRPO learns nothing from one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +28,35 @@ class Workload:
     batch: int = 1024
     """Responses in a step."""
     samples_per_prompt: int = 0
-    """0 = eight where the algorithm compares the responses to a prompt, otherwise one"""
+    """0 = eight if the algorithm compares the responses to a prompt, otherwise one"""
     updates: int = 1
     """Optimizer steps in a step of the run, epochs × minibatches."""
     epochs: int = 1
     reference: bool | None = None
-    """None = as the algorithm has it."""
+    """None = the algorithm's default."""
     critic: ModelShape | None = None
-    """PPO without one named: of the policy's size."""
+    """For PPO, None = a critic of the policy's size."""
     reward: ModelShape | None = None
-    """None = a rule, which takes no accelerator."""
+    """None = a rule, which needs no accelerator."""
     dtype: str = "bf16"
     generation_dtype: str = ""
     """Empty = as trained."""
     kv_dtype: str = "bf16"
     steps: int = 1000
     lora_rank: int = 0
-    """Of adapters beside frozen weights of the policy; 0 = all weights are trained."""
+    """Rank of LoRA adapters on a frozen policy; 0 = all weights are trained."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers that have one; empty = every linear layer but the head."""
+    """Name suffixes of the layers with adapters; empty = every linear layer but the head."""
     plain: bool = False
-    """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
+    """Trained with plain modules, as in Plaudit's own trainer; see TrainingLayout."""
     micro_tokens: int = 0
-    """Tokens that are trained on at once; 0 = 4096, or the longest sequence where that is longer."""
+    """Tokens of a micro-batch; 0 = 4096, or the longest sequence if that is longer."""
     cache_bytes: float = 0
-    """Of an engine that is told the size of its cache and takes all of it; 0 = what is free, as far as it is needed."""
+    """Configured cache size of an engine, which it allocates in full; 0 = free memory, as far as needed."""
     process: ModelShape | None = None
-    """The process model of rollouts by search, beside the policy that is trained."""
+    """The process reward model of rollouts by search, beside the policy."""
     process_cache_bytes: float = 0
-    """Of its engine, where that is told; 0 = what the paths of a step need."""
+    """Configured cache size of its engine; 0 = what the paths of a step need."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in METHODS:
@@ -106,7 +106,7 @@ class Workload:
 
     @property
     def group(self) -> int:
-        """Responses to each prompt: they share its prefill."""
+        """Responses per prompt; they share its prefill."""
         usual = GROUP if METHODS[self.algorithm].advantage.grouped else 1
         return self.samples_per_prompt or min(usual, self.batch)
 
@@ -120,14 +120,15 @@ class Workload:
 
     @property
     def trained_length(self) -> float:
-        """Tokens of a response and its prompt that training computes: Plaudit packs responses to one prompt as a tree,
-        where one update takes the groups in order."""
+        """Tokens computed in training per response with its prompt: with a single update, Plaudit packs the responses
+        to a prompt as a tree, so the prompt is computed once."""
         shared = self.group if self.plain and self.updates == 1 else 1
         return self.prompt / shared + self.response
 
     @property
     def takes_old(self) -> bool:
-        """Whether log-probabilities are taken before the update. Plaudit's single update needs none: its ratio is 1."""
+        """Whether old log-probabilities are computed before the update. Plaudit's single update needs none: its ratio
+        is 1."""
         return not self.plain or self.updates > 1 or self.value_model is not None
 
     @property
@@ -146,7 +147,7 @@ class Workload:
 
     @property
     def trained_share(self) -> float:
-        """Of the policy's parameters, those that are trained."""
+        """Share of the policy's parameters that are trained."""
         return self.adapter_parameters / self.model.parameters if self.lora_rank else 1.0
 
     @property
