@@ -1,6 +1,6 @@
-"""What fits, how long it takes, what it costs. Imports no torch.
+"""Planning: what fits, how long it takes, what it costs. Imports no torch.
 
-Names resolve on first use: the command line needs the options alone until it plans.
+Names are resolved on first use: the command line needs only the options until it plans.
 """
 
 from importlib import import_module

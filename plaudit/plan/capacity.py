@@ -1,4 +1,4 @@
-"""A reward service for a load: replicas, accelerator and price, so that the slowest percent is answered in time."""
+"""Size a reward service for a load: replicas, accelerator and price that meet a p99 latency limit."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from plaudit.plan.shape.hardware import GB, HOST_GB_PER_GPU, Accelerator, Cluste
 from plaudit.plan.shape.layouts import GenerationLayout
 
 BUDGET = 32768.0
-"""Tokens of one step of a worker on a GPU, as core/device/cuda.py has it."""
+"""Token budget of one worker step on a GPU, as in core/device/cuda.py."""
 MOST_PER_SERVER = 2480.0
-"""Items per second that one HTTP process hands on: overhead-64 in benchmarks/results/serving.json."""
+"""Items per second that one HTTP process can forward: overhead-64 in benchmarks/results/serving.json."""
 ITEMS = 4000
-"""That are simulated for a percentile."""
+"""Items simulated to estimate a percentile."""
 MOST_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One replica. It takes what waits, up to a budget of tokens, and answers that at the end of the step. There is no
-    delay to gather a batch: what arrives while a step runs is the next one."""
+    """One replica. A step takes queued sequences up to a token budget and returns their results when it ends. There is
+    no batching delay: sequences that arrive during a step form the next one."""
 
     replica: Replica
     budget: float = BUDGET
 
     def step_seconds(self, lengths: Sequence[float]) -> float:
-        """Of sequences with so many tokens to compute."""
+        """Seconds of a step over sequences of these lengths in tokens."""
         return self._once() + sum(map(self.replica.prefill_seconds, lengths))
 
     def _once(self) -> float:
-        """Of a step, however much is in it."""
+        """Fixed seconds of a step, independent of its batch."""
         model, fixed = self.replica.model, self.replica.constants
         layers = model.layers * fixed.layer_seconds + model.moe_layers * fixed.expert_layer_seconds
         return fixed.step_seconds + layers
 
     def under(self, rate: float, lengths: Sequence[float]) -> Traffic:
-        """Sequences that arrive at random, so many per second."""
+        """Simulate sequences that arrive at random (Poisson), `rate` per second."""
         draw, once = random.Random(0), self._once()
         each = {length: self.replica.prefill_seconds(length) for length in set(lengths)}
         arrivals: list[float] = []
@@ -55,7 +55,7 @@ class Scorer:
         while last < len(lengths):
             first, tokens, seconds = last, 0.0, once
             now = max(now, arrivals[first])
-            # The first goes whatever its length, the others while there is room.
+            # The first sequence is always taken, the others within the budget.
             while last < len(lengths) and arrivals[last] <= now and (last == first or tokens < self.budget):
                 tokens, seconds, last = tokens + lengths[last], seconds + each[lengths[last]], last + 1
             now, busy, steps = now + seconds, busy + seconds, steps + 1
@@ -69,14 +69,14 @@ class Traffic:
     p50: float
     p99: float
     batch: float
-    """Mean number of sequences in a step."""
+    """Mean number of sequences per step."""
     busy: float
-    """Share of the time."""
+    """Fraction of time in which the replica is busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Replicas on one kind of accelerator that carry the load."""
+    """Replicas on one kind of accelerator that meet the load and latency limit."""
 
     scorer: Scorer
     replicas: int
@@ -94,7 +94,7 @@ class Service:
 
     @property
     def servers(self) -> int:
-        """HTTP processes, each with its part of the replicas."""
+        """Number of HTTP processes; each serves a share of the replicas."""
         return math.ceil(self.rate / MOST_PER_SERVER)
 
     @property
@@ -107,7 +107,7 @@ class Service:
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Of a million scores, by the lowest and the highest source of the price."""
+        """Dollars per million scores at the lowest and the highest source of the price."""
         ends = self.chip.price.range(self.level)
         scores = self.rate * 3600 / 1e6
         return (ends[0] * self.devices / scores, ends[1] * self.devices / scores) if ends else None
@@ -121,11 +121,11 @@ class Demand:
     """The load and latency required of the service."""
 
     question: Question
-    """Its workload has the model and the lengths; its clusters the accelerators."""
+    """Its workload sets the model and the lengths; its clusters the accelerators."""
     rate: float
     p99: float
     samples: int
-    """Responses to a prompt in one request, which compute it once."""
+    """Responses per prompt in one request; the prompt is computed once."""
 
     def lengths(self) -> list[float]:
         work = self.question.workload
@@ -134,7 +134,7 @@ class Demand:
         return [work.prompt / self.samples + draw.choice(drawn) for _ in range(ITEMS)]
 
     def answer(self) -> tuple[list[Service], dict[str, str]]:
-        """The best on each accelerator, the cheapest first, and why there is none on others."""
+        """The best service on each accelerator, cheapest first, and the reason for each accelerator without one."""
         lengths = self.lengths()
         services: list[Service] = []
         refused: dict[str, str] = {}
@@ -151,7 +151,8 @@ class Demand:
         return services, refused
 
     def _on(self, chip: Accelerator, lengths: Sequence[float]) -> Service | str:
-        """Over as few devices as hold the weights and score one item in time, and as few of those as carry the load."""
+        """Service with the smallest tp that fits the weights and scores one item in time, and the fewest replicas for
+        the load; otherwise the reason there is none."""
         why = ""
         for tp in (n for n in (1, 2, 4, 8) if n <= chip.node and self.question.workload.model.heads % n == 0):
             service = self._replicated(self._scorer(chip, tp), lengths)
@@ -168,7 +169,8 @@ class Demand:
     def _replicated(self, scorer: Scorer, lengths: Sequence[float]) -> Service | str:
         replica = scorer.replica
         chip, model, fixed = replica.cluster.accelerator, replica.model, replica.constants
-        # Beside the weights a step keeps the keys and values of its tokens, and the activations of one layer.
+        # Besides the weights, a step needs memory for the keys and values of its tokens and the activations of one
+        # layer.
         numbers = model.kv_numbers(1.0) + 4 * model.hidden + 3 * max(model.ffn, model.top_k * model.expert_ffn)
         needed = replica.weight_bytes() + fixed.reserve_bytes + BUDGET * numbers * 2 / replica.layout.tp
         if needed > chip.memory:
@@ -190,7 +192,7 @@ class Demand:
             few, many = many, 2 * many
             if many > MOST_REPLICAS:
                 return f"more than {MOST_REPLICAS} replicas of {replica.layout.tp} {chip.name} would be needed"
-        while many - few > 1:  # few are too few, many are enough
+        while many - few > 1:  # few is too few, many is enough
             middle = (few + many) // 2
             if carried(middle).traffic.p99 > self.p99:
                 few = middle
@@ -200,7 +202,7 @@ class Demand:
 
 
 def demand(options: PlanOptions) -> Demand:
-    """The typed question from the words of the command line."""
+    """Build the `Demand` from the command-line options."""
     if options.rate is None or options.p99 is None:
         raise ConfigError("--serve needs the load and the limit: --rate 500 (items per second) and --p99 0.5 (seconds)")
     for name, value in (("rate", options.rate), ("p99", options.p99)):
@@ -221,7 +223,7 @@ def demand(options: PlanOptions) -> Demand:
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
     names = options.compare or ",".join(all_names(overrides, options.power_price is not None))
     question = ask(replace(options, model=options.serve, compare=names))
-    if not options.compare:  # of those that were not named, the ones that can be rented
+    if not options.compare:  # without --compare, only accelerators with a price
         question = replace(question, clusters=tuple(
             place for place in question.clusters if place.accelerator.price.at(question.price) is not None
         ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""What to rent: accelerator, count and placement for a budget, a deadline and a goal, on one kind of price."""
+"""What to rent: accelerator, count and placement for a budget, a deadline and a goal, at one price level."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from plaudit.plan.shape.hardware import (
 
 GOALS = ("cost", "time", "energy")
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of nodes that are tried."""
+"""Node counts that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A plan, and what the whole run is on it."""
+    """A plan with the time and cost of the whole run."""
 
     prediction: Prediction
     level: str
 
     @property
     def place(self) -> Cluster:
-        """All devices of the plan: its pools are parts of one cluster."""
+        """All devices of the plan; its pools are parts of one cluster."""
         plan = self.prediction.plan
         return plan.cluster if plan.shared else plan.cluster.part(plan.devices)
 
@@ -62,7 +62,7 @@ class Offer:
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """By the lowest and the highest source of that kind of price."""
+        """Dollars of the run at the lowest and the highest source of the price."""
         ends = self.chip.price.range(self.level)
         return (self._dollars(ends[0]), self._dollars(ends[1])) if ends else None
 
@@ -79,18 +79,18 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Market:
     question: Question
-    """About the first accelerator; the others differ in hardware alone."""
+    """The question for the first accelerator; the others differ only in hardware."""
     chips: tuple[Accelerator, ...]
-    """Those with a price of the requested kind."""
+    """Accelerators with a price at the requested level."""
     silent: tuple[str, ...]
-    """Accelerators that have none."""
+    """Names of the accelerators without one."""
     goal: str
     budget: float = math.inf
     """Dollars per hour."""
     deadline: float = math.inf
     """Hours."""
     host_memory: float | None = None
-    """Of a node, where it is given."""
+    """Per node, if given."""
 
     @property
     def level(self) -> str:
@@ -122,7 +122,7 @@ class Market:
         return price
 
     def sizes(self, chip: Accelerator, budget: float) -> Iterator[Cluster]:
-        """Clusters of it that the budget pays for, the smallest first."""
+        """Clusters of the accelerator within the budget, smallest first."""
         host = self.host_memory or HOST_GB_PER_GPU * GB * chip.node
         node = Cluster(chip, 1, chip.node, host)
         parts = [
@@ -135,8 +135,11 @@ class Market:
                 yield place
 
     def _tried(self, sizes: Sequence[Cluster], results: dict[Cluster, SearchResult]) -> Iterator[Cluster]:
-        """Sizes worth a search. For time the largest, and the largest of a power of two, which is cut more evenly.
-        For money and energy from the smallest that fits up, as far as the deadline asks, and one more."""
+        """Cluster sizes to search.
+
+        For goal time: the largest, and the largest power of two, which shards more evenly. For cost and energy: from
+        the smallest size that fits up to the first that meets the deadline, and one more.
+        """
         if self.goal == "time":
             even = [place for place in sizes if place.devices & (place.devices - 1) == 0]
             yield from dict.fromkeys((*even[-1:], sizes[-1]))
@@ -149,7 +152,7 @@ class Market:
             plans = [Offer(p, self.level) for p in results[place].plans]
             if not plans:
                 continue
-            # As long as our trainer or other software is too slow: the nearer of both says how many it takes.
+            # Continue while our trainer or other software misses the deadline; whichever is closer sets the next size.
             kinds = [[offer.hours for offer in plans if offer.prediction.runnable], [offer.hours for offer in plans]]
             late = [min(hours) for hours in kinds if hours and min(hours) > self.deadline]
             if not late:
@@ -157,12 +160,12 @@ class Market:
                 if more < 0:
                     return
             elif sum(late) > 0.95 * before:
-                return  # more devices gain nothing any more
-            else:  # they are at best as many times as fast
+                return  # more devices no longer help
+            else:  # speedup is linear at best
                 needed, before = place.devices * min(late) / self.deadline, sum(late)
 
     def _best(self, offers: list[Offer], runnable: bool) -> list[Offer]:
-        """Of each accelerator the best by the goal: by our trainer, or by any software."""
+        """The best offer of each accelerator by the goal, with our trainer or with any software."""
         best: dict[str, Offer] = {}
         for offer in offers:
             if offer.prediction.runnable or not runnable:
@@ -172,7 +175,7 @@ class Market:
         return sorted(best.values(), key=lambda offer: (offer.by(self.goal), offer.dollars))
 
     def _nothing_fits(self) -> str:
-        """And the cheapest on which something does."""
+        """Error text, with the cheapest cluster that fits."""
         model = self.question.workload.model.name
         problem = f"{model} fits on nothing that --budget {self.budget:g}/h buys" if math.isfinite(self.budget) else (
             f"{model} fits on none of {', '.join(chip.name for chip in self.chips)} up to {NODES[-1]} nodes"
@@ -198,7 +201,7 @@ class Market:
 class Choice:
     market: Market
     runnable: list[Offer]
-    """The best of each accelerator by Plaudit's own trainer, the first best of all."""
+    """The best offer of each accelerator with Plaudit's own trainer, best first."""
     any_software: list[Offer]
     results: dict[Cluster, SearchResult]
     tried: int
@@ -209,7 +212,7 @@ class Choice:
 
     @property
     def outcome(self) -> Outcome:
-        """All plans of the hardware that the first is on."""
+        """All plans on the cluster of the first offer."""
         place = next(p for p, result in self.results.items() if any(self.first.prediction is q for q in result.plans))
         question = replace(self.market.question, clusters=(place,))
         return Outcome(question, {place.name: self.results[place]})
@@ -227,7 +230,7 @@ class Choice:
 
     @property
     def basis(self) -> str:
-        """Whose prices, when, and who has none."""
+        """Source and date of the prices, and accelerators without one."""
         market = self.market
         if all(chip.price.source == "given" for chip in market.chips):
             return "prices as given"
@@ -239,7 +242,7 @@ class Choice:
 
 
 def market(options: PlanOptions) -> Market:
-    """The typed question from the words of the command line."""
+    """Build the `Market` from the command-line options."""
     if options.hardware or options.generation_hardware:
         given = "--hardware" if options.hardware else "--generation-hardware"
         raise ConfigError(f"{given} says what there is, and --budget, --deadline and --goal ask what to rent: leave "
@@ -253,7 +256,7 @@ def market(options: PlanOptions) -> Market:
                           "take --goal cost")  # fmt: skip
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
     names = [*filter(None, (options.compare or "").split(","))] or all_names(overrides, options.power_price is not None)
-    # One question of the usual kind about each: prices, workload and constants are read in one place.
+    # One question covers all accelerators, so that prices, workload and constants are parsed in one function.
     question = ask(replace(options, compare=",".join(names)))
     chips = tuple(dict.fromkeys(chip for chip in question.chips if chip.price.at(question.price) is not None))
     silent = tuple(dict.fromkeys(chip.name for chip in question.chips if chip.price.at(question.price) is None))
@@ -268,7 +271,7 @@ def market(options: PlanOptions) -> Market:
 
 
 def all_names(overrides: Overrides | None, powered: bool) -> list[str]:
-    """Names of the catalogue, with those of the hardware file in place of the ones they change."""
+    """Catalogue names, those that the hardware file changes replaced by its own."""
     own = {accelerator(name, overrides).name: name for name in (overrides.accelerator if overrides else ())}
     names = {**{name: name for name in catalogue()}, **own}
     return [name for name in names.values() if not powered or accelerator(name, overrides).power]

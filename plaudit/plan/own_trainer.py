@@ -1,4 +1,4 @@
-"""What Plaudit's own trainer runs of the plans there are, and the figures that are its own."""
+"""Which plans Plaudit's own trainer can run, and its own constants."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from plaudit.plan.shape.workload import Workload
 
 CHANNELS = ("", "shared", "ipc", "broadcast", "reshard", "disk")
 CHANNEL = "broadcast"
-"""Between pools, where no other is chosen."""
+"""Default channel between pools."""
 RESPONSE_SECONDS = 0.15e-3
-"""In which our trainer rewards a response by a rule and takes its advantage, on a CPU as beside a GPU."""
+"""Seconds per response for a rule reward and the advantage in our trainer; the same on a CPU as next to a GPU."""
 
 
 def own_constants(constants: Constants) -> Constants:
-    """Those of our trainer, where they are known and nothing else is said: others' do more for each response."""
+    """Constants with our trainer's own values unless overridden: other trainers do more host work per response."""
     overridden = constants.response_seconds != Constants().response_seconds
     return constants if overridden else replace(constants, response_seconds=RESPONSE_SECONDS)
 
 
 def unsupported(workload: Workload) -> Mapping[str, str]:
-    """What a run wants that no plan of ours has, whatever the hardware, with the cure."""
+    """Requirements of a run that no plan of ours supports on any hardware, with the fix for each."""
     dtype, engine = workload.dtype, workload.engine_dtype
     lacks = {
         f"training in {dtype}": (dtype not in ("bf16", "fp32"), "take --dtype bf16"),
@@ -38,22 +38,22 @@ def unsupported(workload: Workload) -> Mapping[str, str]:
 
 
 def cuts_keys(model: ModelShape, tp: int) -> bool:
-    """Whether tensor ranks can neither have whole key-value heads each nor share one, all by as many ranks."""
+    """Whether tp splits key-value heads unevenly: ranks have neither whole heads each nor share one in equal groups."""
     return not model.latent and model.kv_heads % tp > 0 and tp % model.kv_heads > 0
 
 
 def cuts_heads(model: ModelShape, layout: TrainingLayout) -> bool:
-    """Whether the ranks that share rows out cannot be dealt whole heads, where some may share a key-value head."""
+    """Whether context parallel ranks cannot each get whole heads, where several may share a key-value head."""
     keys = max(1, model.kv_heads // layout.tp)
     return layout.cp > 1 and (model.heads // layout.tp) % math.lcm(keys, layout.cp) > 0
 
 
 def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """What Plaudit's own trainer lacks for this plan; empty where it runs it."""
+    """Features that Plaudit's own trainer lacks for this plan; empty if it can run it."""
     model, generation, training = workload.model, plan.generation, plan.training
     several = generation.tp > 1 or generation.pp > 1
     engines = plan.generation_cluster
-    on_a_node = engines.devices_per_node // generation.devices  # engines, each of them whole
+    on_a_node = engines.devices_per_node // generation.devices  # engines that fit whole on a node
     left_over = plan.cluster.devices % generation.devices > 0
     lacks = {
         "engine with more expert than tensor parallelism": generation.ep > generation.tp,

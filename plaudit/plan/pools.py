@@ -1,4 +1,4 @@
-"""Prefill, decode and training in pools of their own: of each the cheapest accelerator, as many as a step needs."""
+"""Prefill, decode and training in separate pools, each on the cheapest accelerator and sized for the step time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
 
 MOST_REPLICAS = 4096
 WIDEST = 3.0
-"""Bytes for each parameter with which an engine surely has a cache as well."""
+"""Device memory per parameter, in bytes, above which an engine certainly fits with a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Pool:
     """prefill | decode | generation (both) | training"""
     place: Cluster
     cut: str
-    """How a model lies over the devices."""
+    """Parallel layout of the pool."""
     seconds: float
-    """Of every step in which the pool is busy."""
+    """Seconds per step in which the pool is busy."""
     level: str
     layout: GenerationLayout | None = None
 
@@ -43,15 +43,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Pools that work at the same time, each on another batch."""
+    """Pools that work concurrently, each on a different batch."""
 
     pools: tuple[Pool, ...]
     sync: float
     """Seconds in which engines wait for new weights."""
     tokens: float
-    """That a step generates."""
+    """Tokens generated per step."""
     kv_rate: float = 0.0
-    """Bytes per second that each decoding device takes from the prefill pool."""
+    """Bytes per second that each decode device receives from the prefill pool."""
 
     @property
     def step(self) -> float:
@@ -74,13 +74,13 @@ class Arrangement:
 class PoolPlan:
     market: Market
     limit: float
-    """Seconds of a step."""
+    """Limit of the step time, in seconds."""
     apart: Arrangement
-    """Prefill, decode and training."""
+    """Prefill, decode and training in separate pools."""
     two: Arrangement
-    """Generation and training."""
+    """Generation and training in separate pools."""
     together: Choice | None
-    """The cheapest plan that is as quick on one of the accelerators alone; None where none is."""
+    """The cheapest plan within the limit on a single kind of accelerator; None if there is none."""
 
     @property
     def headline(self) -> str:
@@ -109,7 +109,8 @@ class PoolSearch:
         self._trainings: dict[Cluster, tuple[float, TrainingLayout] | None] = {}
 
     def arrange(self, *generation: str) -> Arrangement:
-        """Generation as one pool or two, and training. Pools have less time by what engines wait for weights."""
+        """Pools for generation (one or two) and training. Time in which engines wait for weights is subtracted from the
+        limit."""
         limit, tokens = self.limit, self.work.batch * self.work.response
         while limit > 0:
             pools = tuple(self._cheapest(work, limit) for work in (*generation, "training"))
@@ -117,7 +118,7 @@ class PoolSearch:
             if max(pool.seconds for pool in pools) + sync <= self.limit:
                 rate = self._kv_rate(pools, sync) if "prefill" in generation else 0.0
                 return Arrangement(pools, sync, tokens, rate)
-            limit = min(0.98 * limit, self.limit - sync)  # more devices, which may change the transfer once more
+            limit = min(0.98 * limit, self.limit - sync)  # needs more devices, which may change the transfer time again
         raise ConfigError(
             f"--pools {self.limit:g}: engines wait {sync:.3g} s for new weights alone; allow more seconds"
         )
@@ -140,7 +141,7 @@ class PoolSearch:
                 continue
             if timed[0] <= limit:
                 return Pool("training", place, str(timed[1]), timed[0], self.market.level)
-            needed = place.devices * timed[0] / limit  # so many are at best as many times as fast
+            needed = place.devices * timed[0] / limit  # speedup is linear at best
             self.refused["training"] = f"{timed[0]:.3g} s on {place.name}"
         return None
 
@@ -168,7 +169,7 @@ class PoolSearch:
         return min(pools, key=lambda pool: (pool.hourly, pool.seconds), default=None)
 
     def _replicas(self, chip: Accelerator) -> Iterator[Replica]:
-        """Each cut once, on as few devices as it needs; over nodes only where one is too small."""
+        """Every generation layout once, on the fewest devices; multi-node only if a single node is too small."""
         work, fits = self.work, False
         for place in self.market.sizes(chip, math.inf):
             if place.nodes > 1 and (fits or place.nodes > 4):
@@ -179,7 +180,7 @@ class PoolSearch:
                     yield Replica(work.model, place, layout, work.engine_dtype, work.kv_dtype, self.question.constants)
 
     def _busy(self, work: str, replica: Replica) -> Callable[[int], float] | None:
-        """Seconds of a step by the number of replicas; None where it does not fit."""
+        """Function from the number of replicas to busy seconds per step; None if the layout does not fit."""
         run, chip = self.work, replica.cluster.accelerator
         fixed = memory.reserve(replica.constants).value + memory.graphs(replica.constants).value
         free = OWN_ENGINE_SHARE * chip.memory - replica.weight_bytes() - fixed
@@ -238,13 +239,13 @@ def plan_pools(options: PlanOptions, planned: Callable[[Market], Market]) -> Poo
     chips = tuple(dict.fromkeys(pool.place.accelerator for each in (apart, two) for pool in each.pools))
     try:
         together = replace(of, chips=chips).answer()
-    except ConfigError:  # one kind of accelerator alone is too slow or too small; pools are not
+    except ConfigError:  # too slow or too small on one kind of accelerator, unlike pools
         together = None
     return PoolPlan(of, limit, apart, two, together)
 
 
 def _fewest(enough: Callable[[int], bool]) -> int | None:
-    """The smallest number for which it holds, as it does for all above."""
+    """The smallest number for which `enough` holds (monotonic), up to MOST_REPLICAS; None if there is none."""
     many = 1
     while not enough(many):
         many *= 2
@@ -258,7 +259,7 @@ def _fewest(enough: Callable[[int], bool]) -> int | None:
 
 
 def _devices(node: Cluster, devices: int) -> Cluster:
-    """Whole nodes, except where less than one is enough."""
+    """A cluster with at least `devices` devices: whole nodes, or part of one if fewer are needed."""
     chip = node.accelerator
     if devices < chip.node:
         return replace(node, nodes=1, devices_per_node=devices)

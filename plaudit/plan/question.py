@@ -1,4 +1,4 @@
-"""The question of a `plaudit plan` call, and its whole answer."""
+"""The question of a `plaudit plan` call and its full answer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from plaudit.plan.shape.workload import Workload
 NONE = "a smaller model or shorter responses"
 HARDWARE = "1x8xH100"
 SMALLEST = "smollm2-135m"
-"""Stands for the model of a recipe until the recipe is read."""
+"""Placeholder for a recipe's model until the recipe is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     workload: Workload
     clusters: tuple[Cluster, ...]
-    """One, or the same nodes with each of the accelerators to compare."""
+    """One cluster, or the same nodes with each of the accelerators to compare."""
     constants: Constants = field(default_factory=Constants)
     placements: tuple[str, ...] = PLACEMENTS
     channel: str | None = None
@@ -48,12 +48,12 @@ class Question:
 
     @property
     def chips(self) -> list[Accelerator]:
-        """All accelerators that are paid for."""
+        """All accelerators that the plan pays for."""
         return [place.accelerator for place in (*self.clusters, self.generation_cluster) if place is not None]
 
     @property
     def price_basis(self) -> str:
-        """What the price is, when it was taken, and whom it leaves out with the level that has them."""
+        """Source and date of the prices, and for accelerators without one a level that has them."""
         if all(chip.price.source == "given" for chip in self.chips):
             return "prices as given"
         basis = f"prices: {PRICES[self.price]} (--price {self.price})"
@@ -67,7 +67,7 @@ class Question:
         return "give dollars per device and hour with --price, or a price for each in a --hardware-file"
 
     def check_price(self) -> None:
-        """A level that was asked for and that nothing here has is an error, and no other takes its place."""
+        """Raise an error if no accelerator has a price at the requested level; no other level replaces it."""
         if self.price != "mid" and all(chip.price.at(self.price) is None for chip in self.chips):
             names = ", ".join(dict.fromkeys(chip.name for chip in self.chips))
             raise ConfigError(f"--price {self.price}: no such price of {names} is public; {self.other_price()}")
@@ -86,15 +86,15 @@ class Question:
         return Outcome(self, results, cure)
 
     def plans_on(self, place: Cluster) -> SearchResult:
-        """Of all software, ours among it."""
+        """Plans on a cluster with any software, including our trainer."""
         return _merged(self._search(place, None, ours=True), self._search(place, None, ours=False))
 
     def plans_of_others(self, place: Cluster) -> SearchResult:
-        """Of other software, also where ours runs the same."""
+        """Plans on a cluster with other software, including those that our trainer can run too."""
         return self._search(place, None, ours=False)
 
     def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> SearchResult:
-        """Plans that our trainer runs, by its own figures; or those of any software."""
+        """Search plans of our trainer with its own constants, or of any software."""
         return Search(
             replace(self.workload, plain=ours), place, own_constants(self.constants) if ours else self.constants,
             placements=self.placements, channel=self.channel, staleness=self.staleness,
@@ -102,7 +102,7 @@ class Question:
         ).run()  # fmt: skip
 
     def _nothing_fits(self, nearest: Prediction | None) -> str:
-        """One line: what comes nearest, and the smallest change that fits."""
+        """One line: the closest plan and the smallest change that fits."""
         place = self.clusters[0]
         problem = f"{self.workload.model.name} fits on {place.name} in no plan"
         if nearest is not None:
@@ -114,21 +114,21 @@ class Question:
         return f"{problem}; smallest change that fits: {any_software}{own}"
 
     def _nearest(self, results: Mapping[str, SearchResult]) -> Prediction | None:
-        """The plan that comes nearest, with the engines that lack the least, predicted as if it did fit."""
+        """The closest plan with the engines of the smallest shortage, predicted as if it fitted."""
         best: tuple[tuple[float, int], Plan] | None = None
         for rejected in (r for result in results.values() for r in result.rejected):
             for generation in generation_layouts(self.workload, rejected.plan.generation_cluster):
                 plan = replace(rejected.plan, placement=rejected.placement, generation=generation)
                 plan = replace(plan, channel=self.channel or default_channel(plan, self.workload))
                 lacks = Parts(self.workload, plan, self.constants).capacity().shortages
-                # A rejected cut may have failed on one side alone: here both are there.
+                # A layout may have been rejected for one side only: here both sides are counted.
                 rank = (max((lack.factor for lack in lacks), default=math.inf), len(lacks))
                 if best is None or rank < best[0]:
                     best = rank, plan
         return predict_plan(self.workload, best[1], self.constants, simulate=False) if best else None
 
     def _cure(self, own: Mapping[str, SearchResult]) -> str:
-        """Where plans fit and our trainer runs none: why, and the smallest change that it runs."""
+        """If plans fit but our trainer runs none: the reason and the smallest change with which it runs one."""
         if lacks := unsupported(self.workload):
             return "; ".join(f"it has no {name}: {cure}" for name, cure in lacks.items())
         if self.channel not in (None, *CHANNELS) and not set(self.placements) & set(SHARED):
@@ -151,7 +151,7 @@ class Question:
         return " or ".join(ways) or NONE
 
     def _engine(self, place: Cluster) -> Replica:
-        """On one device."""
+        """An engine on one device."""
         work = self.workload
         return Replica(work.model, place, GenerationLayout(), work.engine_dtype, work.kv_dtype, self.constants)
 
@@ -160,7 +160,7 @@ class Question:
 
 
 def _merged(own: SearchResult, others: SearchResult) -> SearchResult:
-    """Ours first; of the others those that it lacks something for."""
+    """Our trainer's plans first, then those of other software that our trainer cannot run."""
     fitting = {p.plan.placement for p in own.plans}
     return SearchResult(
         (*own.plans, *(p for p in others.plans if not p.runnable)),
@@ -176,7 +176,7 @@ def _nearest(results: Mapping[str, SearchResult]) -> str:
 def _roomier(
     workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str], ours: bool
 ) -> Cluster | None:
-    """As many devices of the same maker with the least more memory that do."""
+    """The same number of devices by the same vendor, with the least additional memory that suffices."""
     now = place.accelerator
     alike = [chip for chip in catalogue().values() if chip.vendor == now.vendor and chip.memory > now.memory]
     larger = sorted(alike, key=lambda chip: chip.memory)
@@ -195,20 +195,20 @@ def _roomier(
 class Outcome:
     question: Question
     results: dict[str, SearchResult]
-    """By cluster."""
+    """By cluster name."""
     cure: str = ""
-    """Where Plaudit's trainer runs none of the plans: why, and what would change that."""
+    """If Plaudit's trainer runs none of the plans: the reason and the change needed."""
     nearest: Prediction | None = None
-    """Where nothing fits: the plan that comes nearest, with the numbers it would have."""
+    """If nothing fits: the closest plan, with its predicted numbers."""
 
     @property
     def runnable(self) -> list[Prediction]:
-        """Plans that Plaudit's own trainer runs, of all clusters, the fastest first."""
+        """Plans that Plaudit's own trainer can run, of all clusters, fastest first."""
         return self._ranked(True)
 
     @property
     def others(self) -> list[Prediction]:
-        """Plans that it lacks something for, the fastest first."""
+        """Plans that it cannot run, fastest first."""
         return self._ranked(False)
 
     def _ranked(self, runnable: bool) -> list[Prediction]:
@@ -216,7 +216,7 @@ class Outcome:
         return sorted(plans, key=lambda p: p.step.value)
 
     def kinds_of_others(self) -> list[tuple[Prediction, int]]:
-        """Of the others that lack the same things the fastest, and how many they are."""
+        """The other plans grouped by missing features: the fastest of each group and the group's size."""
         kinds: dict[tuple[str, ...], list[Prediction]] = {}
         for prediction in self.others:
             kinds.setdefault(prediction.missing, []).append(prediction)
@@ -224,17 +224,17 @@ class Outcome:
 
     @property
     def plans(self) -> list[Prediction]:
-        """Those that can be run first."""
+        """All plans, runnable ones first."""
         return self.runnable + self.others
 
     @property
     def best(self) -> Prediction:
-        """The first; where nothing fits, the nearest."""
+        """The first plan; if nothing fits, the closest."""
         return self.plans[0] if self.plans else self.nearest  # type: ignore[return-value]
 
     @property
     def headline(self) -> str:
-        """One line: what our trainer does here, and what others would gain; or why it does nothing."""
+        """One line: our trainer's best step time and the gain of other software, or why our trainer cannot run."""
         runnable, others = self.runnable, self.others
         if self.nearest is not None:
             return f"Nothing fits. Nearest: {self.nearest.plan} on {self.nearest.plan.hardware}"
@@ -249,12 +249,12 @@ class Outcome:
         return line
 
     def best_of_each(self, runnable: bool = False) -> list[Prediction]:
-        """The fastest plan of each cluster that has one; `runnable`: by our trainer, else by any software."""
+        """The fastest plan of each cluster that has one: with our trainer if `runnable`, else with any software."""
         plans = ([p for p in result.plans if p.runnable or not runnable] for result in self.results.values())
         return [min(of, key=lambda p: p.step.value) for of in plans if of]
 
     def frontier(self) -> list[Prediction]:
-        """Plans that no other beats in both time and cost, the fastest first: of those that can be run, if any can."""
+        """Pareto frontier of step time and cost, fastest first: of the runnable plans if there are any."""
         kept: list[Prediction] = []
         cheapest = float("inf")
         price, plans = self.question.price, self.runnable or self.others
@@ -268,7 +268,7 @@ class Outcome:
 
 
 class NothingFits(ConfigError):
-    """The answer is no, with the numbers that say why."""
+    """No plan fits; `outcome` has the closest one with its numbers."""
 
     def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
@@ -276,7 +276,7 @@ class NothingFits(ConfigError):
 
 
 def ask(options: PlanOptions) -> Question:
-    """The typed question from the words of the command line."""
+    """Build the `Question` from the command-line options."""
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
     place = cluster(options.hardware or HARDWARE, overrides)
     compared = filter(None, (options.compare or "").split(","))
@@ -320,7 +320,7 @@ def _other(place: Cluster, name: str, overrides: Overrides | None) -> Cluster:
 
 
 def check_power_price(dollars: float | None, fixed: bool) -> float:
-    """$ per kWh. Public prices have power in them: on top of those it would be paid twice."""
+    """$ per kWh. Refused with public prices, which include power already."""
     if dollars is None:
         return 0.0
     if not (math.isfinite(dollars) and dollars >= 0):
@@ -334,7 +334,7 @@ def check_power_price(dollars: float | None, fixed: bool) -> float:
 
 
 def priced(chip: Accelerator, dollars: float, power_price: float) -> Accelerator:
-    """At a price per hour that was given, and the power it draws on top."""
+    """The accelerator at a given price per hour plus the cost of its power."""
     if power_price and not chip.power:
         raise ConfigError(f"--power-price: nothing is known of the power of {chip.name}; give it power_w in a "
                           "--hardware-file")  # fmt: skip
@@ -342,7 +342,7 @@ def priced(chip: Accelerator, dollars: float, power_price: float) -> Accelerator
 
 
 def _price(text: str) -> tuple[str, float | None]:
-    """The level, and dollars where they are given."""
+    """The price level, and dollars if given as a number."""
     if text in PRICES:
         return text, None
     try:

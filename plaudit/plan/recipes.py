@@ -1,4 +1,4 @@
-"""The plan of one of our own recipes, and the recipe that runs it."""
+"""Plan one of our own recipes, and write the recipe that runs a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plaudit.plan.shape.workload import Workload
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 PLANNED = ("processes", "devices", "tensor_parallel", "pipeline_parallel", "nodes")  # of resources.rollout
 PROMPT, ANSWERED = 64.0, 0.5
-"""Where the command line does not say: tokens of a prompt, and the part of max_tokens that a response takes."""
+"""Defaults without command-line values: prompt tokens, and response length as a fraction of max_tokens."""
 
 
 def read_recipe(path: Path) -> RlRecipe:
@@ -34,7 +34,7 @@ def read_recipe(path: Path) -> RlRecipe:
 def workload_of(
     recipe: RlRecipe, resolve: Callable[[str], Path], prompt: float | None = None, response: float | None = None
 ) -> Workload:
-    """`resolve` finds the directory of a model, as the trainer would."""
+    """The planner's workload of a recipe. `resolve` returns the directory of a model, as in the trainer."""
 
     def shape(name: str) -> ModelShape:
         return replace(ModelShape.from_config(resolve(name) / "config.json"), name=name)
@@ -47,7 +47,7 @@ def workload_of(
     judge = None if recipe.search is None else recipe.search.prm
     lora = recipe.model.lora
     train, longest = recipe.train, float(recipe.sampling.max_tokens)
-    # A critic on the policy's own trunk, or on a server, is no second model here.
+    # A critic that shares the policy's trunk, or runs on a server, is not a second model here.
     name = "grpo" if critic is None and recipe.algorithm.name == "ppo" else recipe.algorithm.name
     return Workload(
         model, name, prompt or PROMPT, response or max(1.0, ANSWERED * longest), longest,
@@ -64,7 +64,7 @@ def workload_of(
 
 
 def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
-    """How our trainer cuts the recipe's training."""
+    """Parallel layout of the recipe's training."""
     ranks = recipe.resources
     return TrainingLayout(
         tp=ranks.tensor_parallel, dp=ranks.data_parallel, cp=ranks.context_parallel, pp=ranks.pipeline_parallel,
@@ -75,26 +75,26 @@ def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
 
 
 def recipe_for(recipe: RlRecipe, outcome: Outcome) -> tuple[str, Prediction]:
-    """The recipe with the fastest plan that our trainer runs, as TOML."""
+    """The recipe with the fastest plan that our trainer can run and that validates, as TOML."""
     refused = ""
     question = outcome.question
     several_nodes = question.clusters[0].nodes > 1 or question.generation_cluster is not None
     for prediction in outcome.runnable:
         try:
             return _planned(recipe, prediction, several_nodes), prediction
-        except ValidationError as error:  # an adapter on several ranks, say: the next plan may do without
+        except ValidationError as error:  # an adapter on several ranks, for example; the next plan may avoid it
             refused = error.errors()[0]["msg"]
     raise ConfigError(f"no recipe was written: {refused}" if refused else f"no recipe was written. {outcome.headline}")
 
 
 def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> str:
     plan = prediction.plan
-    tables = recipe.model_dump(exclude_unset=True)  # a default of ours may differ from the preset's of a method
+    tables = recipe.model_dump(exclude_unset=True)  # unset keys keep the preset of a method, unlike our defaults
     apart = not plan.shared
     placement = {**tables.get("placement", {}), "name": plan.placement}
     if plan.channel == "reshard":
         placement["channel"] = "reshard"
-    elif apart and several_nodes:  # within a node the default, shared memory, is the fastest
+    elif apart and several_nodes:  # on one node the default, shared memory, is the fastest
         placement["channel"] = "disk" if plan.channel == "disk" else "collective"
     elif not apart:
         placement.pop("channel", None)
@@ -107,10 +107,10 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
         resources.pop(key, None)
         if size > 1:
             resources[key] = size
-    # Engines apart are on machines of their own, unless the recipe wants Ray; that starts engines of one device.
+    # Disaggregated engines run on their own nodes, unless the recipe uses Ray, which starts single-device engines.
     nodes = plan.generation_cluster.nodes if several_nodes and apart and "ray" not in resources else 0
     torchrun = nodes > 0 or (not apart and plan.generation.devices > 1)
-    if several_nodes and not torchrun:  # on one the command starts its processes itself
+    if several_nodes and not torchrun:  # on one node the command starts its own processes
         resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}
     cut = plan.generation

@@ -1,7 +1,7 @@
-"""How far published measurements were from their plans, by kind of figure, accelerator, model and placement.
+"""Prediction errors against published measurements, by quantity, accelerator, model and placement.
 
-data/residuals.csv has a line for each measurement: written by benchmarks/planner_validation.py, with constants that saw
-no row of the measurement's group.
+data/residuals.csv has a row per measurement, written by benchmarks/planner_validation.py with constants fitted without
+the measurement's group.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FAMILIES = {
     "Blackwell": ("B200", "B300", "GB200", "GB300", "RTX PRO 6000"), "CDNA": ("MI3",), "TPU": ("TPU",),
 }  # fmt: skip
 FEWEST = 5
-"""Rows below which neighbouring cells are used too."""
+"""Minimum number of rows of a cell; with fewer, neighbouring cells are included."""
 COLUMNS = ("kind", "family", "model", "placement", "error")
 
 
 def family(chip: Accelerator) -> str:
-    """Accelerators that are built alike; one that is in no list is a family of its own."""
+    """Architecture family of an accelerator; one that is not listed is a family of its own."""
     return next((name for name, begins in FAMILIES.items() if chip.name.startswith(begins)), chip.name)
 
 
@@ -50,13 +50,13 @@ def placement_class(shared: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """One measurement: seconds or bytes planned over measured, minus one."""
+    """One measurement: planned over measured seconds or bytes, minus one."""
 
     kind: str
     family: str
     model: str
     placement: str
-    """Of a step: together or apart; otherwise empty."""
+    """together or apart for a step; otherwise empty."""
     error: float
 
 
@@ -69,9 +69,9 @@ class ErrorBar:
     """Median of the signed errors: below zero the planner is too fast."""
     rows: int
     of: str
-    """Which measurements."""
+    """Description of the measurements."""
     extrapolated: bool
-    """None of them is on this family of accelerators."""
+    """Whether none of them is on this accelerator family."""
 
     def __str__(self) -> str:
         mark = "extrapolated, " if self.extrapolated else ""
@@ -87,13 +87,13 @@ def residuals() -> tuple[Residual, ...]:
 
 
 def error_bars(prediction: Prediction) -> list[ErrorBar]:
-    """Of each kind of figure, over the measurements that are most like the plan."""
+    """Error bars of each quantity, over the measurements most similar to the plan."""
     plan, model = prediction.plan, model_class(prediction.workload.model)
     where = {
         "generation": plan.generation_cluster.accelerator,
         **dict.fromkeys(("training", "memory", "weights", "step"), plan.cluster.accelerator),
     }
-    # A step is as strange as the stranger of its two sides.
+    # If generation and training differ in accelerator, a step uses the one without measurements.
     known = {row.family for row in residuals() if row.kind == "step"}
     if family(plan.generation_cluster.accelerator) not in known:
         where["step"] = plan.generation_cluster.accelerator
@@ -103,8 +103,8 @@ def error_bars(prediction: Prediction) -> list[ErrorBar]:
 
 @cache
 def bar(kind: str, chip: str, model: str, placement: str) -> ErrorBar:
-    """Like the plan in everything; where those are fewer than five, in any placement, then of any model, then on any
-    accelerator, which is an extrapolation."""
+    """Error bar over measurements like the plan in all respects; with fewer than five, over any placement, then any
+    model, then any accelerator, which is an extrapolation."""
     rows = [row for row in residuals() if row.kind == kind]
     here = [row for row in rows if row.family == chip]
     alike = [row for row in here if row.model == model]

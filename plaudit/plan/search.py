@@ -1,8 +1,8 @@
-"""All plans worth considering for a run on a cluster, the best of each kind, and why the others fail.
+"""Search the plans of a run on a cluster: the best of each placement, and why the others do not fit.
 
-Generation and training are cut independently, so that the best cut of each side is found alone and then joined; only
-where both live on a device at once (colocated, hybrid) are pairs tried. Each training cut takes the first that fits of:
-nothing recomputed, everything recomputed, the optimizer on the host too.
+Layouts of generation and training are searched independently: the best of each side is computed alone, then joined.
+Pairs are tried only if both are on a device at the same time (colocated, hybrid). Each training layout uses the first
+option that fits of: no recomputation, full recomputation, the optimizer offloaded too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from plaudit.plan.shape.workload import Workload
 
 Progress = Callable[[int, int], None]
 SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Parts of the cluster that generate, where pools are apart."""
+"""Fractions of the cluster that generate in disaggregated placements."""
 PAIRED = 4
-"""Best cuts of each side that are tried together where both live on one device."""
+"""Number of best layouts per side that are paired if both share a device."""
 KIN = {"async": "disaggregated", "colocated": "hybrid"}
-"""Placements whose training side is that of another."""
+"""Placements that reuse the training side of another."""
 THRIFT = (
     ("none", False, False),
     ("none", True, False),
@@ -35,7 +35,7 @@ THRIFT = (
     ("full", True, False),
     ("full", True, True),
 )
-"""(recompute, park the reference, offload the optimizer), the cheapest first"""
+"""(recompute, offload the reference, offload the optimizer), cheapest first"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Rejection:
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     plans: tuple[Prediction, ...]
-    """That fit, the fastest first."""
+    """Plans that fit, fastest first."""
     rejected: tuple[Rejection, ...]
-    """For each placement in which nothing fits: the plan that comes nearest."""
+    """For each placement in which nothing fits: the closest plan."""
     tried: int
 
 
@@ -61,10 +61,10 @@ def generation_layouts(workload: Workload, cluster: Cluster) -> Iterator[Generat
         if model.heads % tp or (tp > cluster.domain and tp > 8 and tp > 2 * cluster.domain):
             continue
         for pp in (1, 2, 4):
-            # Stages pay only where a domain cannot hold the model.
+            # Pipeline stages only pay off if the model does not fit in a domain.
             if tp * pp <= devices and (pp == 1 or tp == min(cluster.domain, _largest_power(devices))):
                 yield GenerationLayout(tp, pp)
-        if model.experts and not workload.plain:  # tensor ranks of ours deal experts out by themselves
+        if model.experts and not workload.plain:  # our engines distribute experts over tensor ranks themselves
             for ep in _powers(min(devices, model.experts, 4 * cluster.domain)):
                 if ep > 1 and ep >= tp and model.experts % ep == 0:
                     yield GenerationLayout(tp, 1, ep)
@@ -86,7 +86,7 @@ def training_layouts(workload: Workload, cluster: Cluster) -> Iterator[TrainingL
                     if ep > 1 and (model.experts % ep or (tp * cp * dp) % ep):
                         continue
                     yield TrainingLayout(tp, pp, dp, ep, cp, 1, 1, tokens, plain=workload.plain)
-                    stages = pp == 1 or workload.plain  # stages of ranks that share weights are ours
+                    stages = pp == 1 or workload.plain  # pipeline stages with FSDP: only our trainer
                     if stages and dp * cp > 1 and (ep == 1 or tp == 1):
                         yield TrainingLayout(tp, pp, dp, ep, cp, 1, 3, tokens, plain=workload.plain)
 
@@ -100,7 +100,7 @@ def _largest_power(number: int) -> int:
 
 
 class Search:
-    """Plans of one workload on one cluster, or on two of different accelerators."""
+    """Searches the plans of one workload on one cluster, or on two with different accelerators."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, constants: Constants | None = None, *,
@@ -119,7 +119,7 @@ class Search:
         self.generation_cluster = generation_cluster
         self.generation, self.training, self.ours = generation, training, ours
         read_only = workload.reward is not None or (workload.has_reference and not workload.lora_rank)
-        # Where no model is only read, there is nothing to park; and our trainer parks none.
+        # Without inference-only models there is nothing to offload; our trainer never offloads them.
         parks = read_only and not ours
         self.thrift = THRIFT if parks else tuple(dict.fromkeys((how, False, off) for how, _, off in THRIFT))
         self.tried = 0
@@ -157,11 +157,11 @@ class Search:
             if 0 < engines < whole.devices and engines not in seen:
                 seen.add(engines)
                 yield whole.part(engines), whole.part(whole.devices - engines)
-        if self.ours and whole.nodes == 1 and whole.devices - 1 not in {0, *seen}:  # one device learns
+        if self.ours and whole.nodes == 1 and whole.devices - 1 not in {0, *seen}:  # one device trains
             yield whole.part(whole.devices - 1), whole.part(1)
 
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
-        # The asked channel is for weights that travel; on shared devices they change hands.
+        # The requested channel applies to weights sent between devices; on shared devices only these three apply.
         channel = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
         own = CHANNEL if self.ours and not plan.shared else None
         plan = replace(plan, channel=channel or own or default_channel(plan, self.workload))
@@ -172,7 +172,7 @@ class Search:
             plan.check(self.workload.model)
         except ConfigError:
             return None
-        # Memory is known before anything is simulated.
+        # Check memory before any simulation, as it is cheap.
         if shortages := Parts(self.workload, plan, self.constants).capacity().shortages:
             self._reject(plan.placement, plan, max(shortages, key=lambda shortage: shortage.factor))
             return None
@@ -185,14 +185,14 @@ class Search:
         return [self.training] if self.training else list(training_layouts(self.workload, cluster))
 
     def fastest_training(self, placement: str, trainers: Cluster) -> tuple[float, TrainingLayout] | None:
-        """Seconds of scoring and updates, and the cut; None where none fits."""
+        """Seconds of scoring and updates with the fastest training layout that fits; None if none does."""
         return next(iter(self._timed(placement, trainers)), None)
 
     def _trained(self, placement: str, trainers: Cluster) -> list[TrainingLayout]:
         return [layout for _, layout in self._timed(placement, trainers)]
 
     def _timed(self, placement: str, trainers: Cluster) -> list[tuple[float, TrainingLayout]]:
-        """Training cuts that fit beside nothing but what the placement keeps there, the fastest first."""
+        """Training layouts that fit with only the state that the placement keeps on the devices, fastest first."""
         kind = KIN.get(placement, placement)
         if (kind, trainers.devices) in self._sides:
             return self._sides[kind, trainers.devices]
@@ -208,13 +208,13 @@ class Search:
     def _thrifty_training(
         self, placement: str, trainers: Cluster, layout: TrainingLayout
     ) -> tuple[float, TrainingLayout] | None:
-        """The first that fits of nothing recomputed, all recomputed, the optimizer offloaded, with its seconds."""
+        """The cheapest memory option with which the layout fits, with its seconds; None if none does."""
         thrift = self.thrift if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
         nearest: tuple[Shortage, Plan] | None = None
         kin = [name for name in self.placements if KIN.get(name, name) == placement]
-        # Only what comes nearer than all before is reported where nothing fits.
+        # A rejection is only reported if it is closer to fitting than all before.
         bound = max((self._nearest[name].factor if name in self._nearest else math.inf for name in kin), default=0.0)
-        if self.ours:  # what our trainer lacks for the first, it lacks for all: thrift only asks for more
+        if self.ours:  # later options only require more features: if the first lacks one, all do
             recompute, park, offload = thrift[0]
             cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
             if missing(self.workload, Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)):
@@ -255,7 +255,8 @@ class Search:
             self._nearest[placement] = Rejection(placement, plan, str(worst), worst.factor)
 
     def _joined(self, placement: str, engines: Cluster, trainers: Cluster) -> list[Prediction]:
-        """The best training cut with every generation cut, and the runner-up with the best of those."""
+        """Plans of the best training layout with every generation layout, and of the second best with the best of
+        those."""
         trained = self._trained(placement, trainers)
         if not trained:
             return []
@@ -272,13 +273,13 @@ class Search:
         return best
 
     def _paired(self, placement: str) -> list[Prediction]:
-        """Both sides on a device at once: what training keeps there is missing from the cache."""
+        """Plans with both sides on the same devices: memory that training keeps is not available to the cache."""
         trained = self._trained(placement, self.cluster)
         memory_by_cut = {}
         for cut in trained:
             plan = Plan("hybrid", self.cluster, self.cluster, GenerationLayout(), cut, "ipc")
             memory_by_cut[cut] = Parts(self.workload, plan, self.constants).training_memory(0.0).value
-        # The leanest cuts leave the most room for the cache, the fastest cost the least: some of both.
+        # Layouts with the least memory leave the most for the cache, the fastest cost the least: try some of both.
         lean = sorted(trained, key=lambda cut: memory_by_cut[cut])[:PAIRED]
         cuts = dict.fromkeys([*trained[:PAIRED], *lean])
         predictions = [
@@ -290,8 +291,8 @@ class Search:
         return sorted(predictions, key=lambda p: p.step.value)[:3]
 
     def _beside_engine(self, placement: str, cut: TrainingLayout, generation: GenerationLayout) -> Iterator[Prediction]:
-        """The cut with this engine beside it, and thriftier ones while they gain from a larger cache:
-        training may fit alone and leave the engine no room."""
+        """Predict the layout with this engine, then options that save more memory while a larger cache makes steps
+        faster: training may fit alone but leave no memory for the engine."""
         levels = [(cut.recompute, cut.park, cut.offload_optimizer)]
         if self.training is None:
             levels = list(self.thrift[self.thrift.index(levels[0]) :])
@@ -310,7 +311,7 @@ def smallest_that_fits(
     workload: Workload, cluster: Cluster, constants: Constants | None = None, placements: Sequence[str] = PLACEMENTS,
     ours: bool = False,
 ) -> Cluster | None:  # fmt: skip
-    """The fewest devices of the same kind on which some plan fits: first a node filled up, then more nodes."""
+    """The fewest devices of the same kind on which some plan fits: first a full node, then more nodes."""
     fits = (larger for larger in _larger(cluster) if some_plan_fits(workload, larger, constants, placements, ours))
     return next(fits, None)
 
@@ -319,7 +320,7 @@ def some_plan_fits(
     workload: Workload, cluster: Cluster, constants: Constants | None, placements: Sequence[str] = PLACEMENTS,
     ours: bool = False,
 ) -> bool:  # fmt: skip
-    # What fits colocated fits hybrid, and what fits async fits disaggregated: the kin need not be tried.
+    # Whatever fits colocated fits hybrid, and whatever fits async fits disaggregated, so only the latter are tried.
     wanted = (
         tuple(dict.fromkeys(KIN.get(name, name) for name in placements)) if set(placements) - {*KIN} else placements
     )

@@ -1,4 +1,4 @@
-"""Wider or larger: the same run on more nodes, and on other accelerators."""
+"""Scaling sweep: the same run on more nodes and on other accelerators."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from plaudit.plan.shape.hardware import Cluster
 
 SWEEPS = ("nodes",)
 MOST_NODES = 8
-"""Where --hardware does not say."""
+"""Default if --hardware is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One accelerator in one number."""
+    """The plans of one accelerator at one node count."""
 
     place: Cluster
     result: SearchResult
 
     def best(self, ours: bool) -> Prediction | None:
-        """The fastest plan, of our trainer or of any software."""
+        """The fastest plan of our trainer, or of any software."""
         plans = [p for p in self.result.plans if p.runnable or not ours]
         return min(plans, key=lambda p: p.step.value, default=None)
 
@@ -42,7 +42,7 @@ class Sweep:
         return Row(point.place, best, self._gain(best, ours), self.question.price) if best else None
 
     def _gain(self, best: Prediction, ours: bool) -> float:
-        """Speed over that of the fewest devices of the accelerator on which it fits, per device."""
+        """Speedup per device over the smallest cluster of the same accelerator that fits."""
         chip = best.plan.cluster.accelerator
         alike = [p for p in self.points if p.place.accelerator == chip and p.best(ours)]
         first = alike[0].best(ours)
@@ -54,7 +54,7 @@ class Sweep:
 
     @property
     def headline(self) -> str:
-        """The fastest and the cheapest of all, by any software."""
+        """The fastest and the cheapest plan with any software."""
         rows = self.rows(ours=False)
         fastest = min(rows, key=lambda row: row.prediction.step.value)
         line = f"Fastest: {fastest.place.name}, {fastest.prediction.step.value:.3g} s a step"
@@ -84,7 +84,7 @@ class Row:
 
 
 def check_sweep(options: PlanOptions) -> None:
-    """What a sweep, or a table of utilisations, does not go with."""
+    """Refuse options that do not combine with --sweep or --utilisation."""
     if options.sweep is not None and options.sweep not in SWEEPS:
         raise ConfigError(f"unknown sweep {options.sweep!r}; {nearest(options.sweep, SWEEPS)}")
     if options.sweep and options.utilisation:
@@ -99,7 +99,7 @@ def check_sweep(options: PlanOptions) -> None:
 
 
 def sweep(question: Question, hardware: str | None) -> Sweep:
-    """1, 2, 3, 4, 6, 8, ... nodes up to those of `hardware`, of each accelerator."""
+    """Plan on 1, 2, 3, 4, 6, 8, ... nodes, up to those of `hardware`, for each accelerator."""
     points = []
     for place in question.clusters:
         points += [Point(size, question.plans_on(size)) for size in _sizes(place, hardware)]
@@ -114,7 +114,7 @@ def sweep(question: Question, hardware: str | None) -> Sweep:
 
 def _sizes(place: Cluster, hardware: str | None) -> Sequence[Cluster]:
     most = place.nodes if hardware else MOST_NODES * place.nodes
-    # Trays of four come in pairs, as many devices as a node of eight has.
+    # Trays of four are counted in pairs, as many devices as a node of eight.
     unit = 2 if place.devices_per_node == 4 and place.nodes % 2 == 0 else 1
     counts = {*takewhile(lambda n: n * unit <= most, NODES), most // unit}
     return [replace(place, nodes=n * unit) for n in sorted(counts)]

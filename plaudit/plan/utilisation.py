@@ -1,8 +1,8 @@
-"""What partial load does to the price of a token, in training and in serving.
+"""Effect of partial load on the cost of a token, in training and in serving.
 
-Devices are paid for whether they work or not. Training at a utilisation of u: of the hours paid for, runs take u.
-Serving at u: so much of the tokens per second that the engines reach with a full cache are asked for. Then fewer
-sequences decode together, each of them faster.
+Devices are paid for even when idle. Training at a utilisation of u: runs use a share u of the paid hours. Serving at u:
+the request load is a share u of the engines' peak tokens per second with a full cache, so fewer sequences decode
+together, each of them faster.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from plaudit.plan.shape.hardware import Cluster
 from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
 
 POINTS = 5
-"""Of a range without a step of its own."""
+"""Number of points of a range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Engines on all devices of a cluster, that answer requests of the workload's lengths one by one."""
+    """Engines on all devices of a cluster that serve independent requests of the workload's lengths."""
 
     replica: Replica
     replicas: int
     most: float
-    """Sequences that one decodes together."""
+    """Most sequences that one replica decodes together."""
     prompt: float
     response: float
 
     def tokens_per_second(self, sequences: float) -> float:
-        """Of all replicas, with so many sequences at work in each: a prompt is read for every response."""
+        """Tokens per second of all replicas, with `sequences` in flight on each; every response has a prefill of its
+        own."""
         reading = self.replica.prefill_seconds(self.prompt) / self.response
         return self.replicas * sequences / (self.token_seconds(sequences) + sequences * reading)
 
     def token_seconds(self, sequences: float) -> float:
-        """Between two tokens of a sequence, while it decodes."""
+        """Seconds per decode step: the time between two tokens of a sequence."""
         return self.replica.step_seconds(sequences, self.prompt + self.response / 2)
 
     def sequences_at(self, share: float) -> float:
-        """With which that share of the highest rate is reached."""
+        """Sequences in flight per replica at which this share of the peak rate is reached."""
         wanted, low, high = share * self.tokens_per_second(self.most), 0.0, self.most
         for _ in range(50):
             middle = (low + high) / 2
@@ -55,7 +56,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One accelerator at one utilisation, in dollars per million tokens where its price is known."""
+    """One accelerator at one utilisation; costs in dollars per million tokens, if its price is known."""
 
     place: Cluster
     utilisation: float
@@ -63,7 +64,7 @@ class Load:
     serving: float | None
     tokens_per_second: float
     sequences: float
-    """At work in a replica. Below one: a replica has nothing to do for a part of the time."""
+    """Mean sequences in flight per replica; below one, a replica is idle part of the time."""
     token_seconds: float
 
 
@@ -71,13 +72,13 @@ class Load:
 class Loads:
     question: Question
     trained: dict[str, Prediction]
-    """By cluster: the plan whose price it is, the fastest of our trainer, or else of any software."""
+    """The plan whose cost is used, by cluster: the fastest of our trainer, or else of any software."""
     served: dict[str, Server]
     loads: tuple[Load, ...]
 
 
 def utilisations(text: str) -> tuple[float, ...]:
-    """`0.2..1.0` in five steps, `0.3,0.5` or one number."""
+    """Parse `0.2..1.0` (five points), `0.3,0.5` or one number."""
     number = r"(\d*\.?\d+)"
     if ends := re.fullmatch(rf"\s*{number}\s*\.\.\s*{number}\s*", text):
         low, high = float(ends[1]), float(ends[2])
@@ -113,7 +114,7 @@ def _load(question: Question, place: Cluster, best: Prediction, server: Server, 
 
 
 def _server(question: Question, place: Cluster) -> Server | None:
-    """The engines with the most tokens per second of all layouts that fit."""
+    """The layout with the most tokens per second of all that fit."""
     fitting = [server for layout in generation_layouts(question.workload, place)
                if (server := _with_layout(question, place, layout))]  # fmt: skip
     return max(fitting, key=lambda server: server.tokens_per_second(server.most), default=None)
@@ -121,7 +122,7 @@ def _server(question: Question, place: Cluster) -> Server | None:
 
 def _with_layout(question: Question, place: Cluster, layout: GenerationLayout) -> Server | None:
     work = question.workload
-    # Only the engines' side is asked for: memory and cache of a device that is theirs alone.
+    # Only the engines' memory and cache matter here, on devices without a trainer.
     plan = Plan("disaggregated", place, place, layout, TrainingLayout(dp=place.devices, zero=3), "reshard")
     capacity = Parts(work, plan, question.constants).capacity()
     most = min(capacity.sequences, MOST_SEQUENCES * layout.attention_groups)
