@@ -214,7 +214,7 @@ class Search:
         kin = [name for name in self.placements if KIN.get(name, name) == placement]
         # A rejection is only reported if it is closer to fitting than all before.
         bound = max((self._nearest[name].factor if name in self._nearest else math.inf for name in kin), default=0.0)
-        if self.ours:  # later options only require more features: if the first lacks one, all do
+        if self.ours:  # later options only require more features: if the first is not supported, none is
             recompute, park, offload = thrift[0]
             cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
             if missing(self.workload, Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)):
@@ -311,7 +311,7 @@ def smallest_that_fits(
     workload: Workload, cluster: Cluster, constants: Constants | None = None, placements: Sequence[str] = PLACEMENTS,
     ours: bool = False,
 ) -> Cluster | None:  # fmt: skip
-    """The fewest devices of the same kind on which some plan fits: first a full node, then more nodes."""
+    """The fewest devices of the same kind on which some plan fits: first more devices of the node, then more nodes."""
     fits = (larger for larger in _larger(cluster) if some_plan_fits(workload, larger, constants, placements, ours))
     return next(fits, None)
 

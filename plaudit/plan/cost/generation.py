@@ -44,8 +44,8 @@ def generate(
     replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float, group: int = 1
 ) -> Generation:
     """Time to generate `batch` responses on `replicas` replicas; the `group` responses to a prompt share a prefill."""
-    # Many plans differ only in training, and a cache beyond the replica's share changes nothing: the clamped
-    # concurrency lets them share a cache entry.
+    # Many plans differ only in training, and KV cache beyond the replica's share changes nothing: with the concurrency
+    # clamped, they share one lru_cache entry.
     own = max(1.0, batch / replicas)
     return _generate(replica, replicas, batch, prompt, lengths, min(own, concurrency), group)
 

@@ -15,7 +15,7 @@ from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES, activation_bytes
 
 GROUP_RATIO, GROUP_SLACK = 0.25, 4.0
-"""Attention in groups: how much longer than the shortest sequence of a group its others may be (ratio, tokens)."""
+"""Attention in groups of similar length: how far a sequence may exceed its group's shortest (ratio, tokens)."""
 LEAST_KEYS, SCORES = 64, 32 * 2**20
 """Constants of `core/model/attention.py` on a CPU: minimum number of keys of a matmul, and bytes of scores computed at
 once."""
@@ -121,9 +121,9 @@ def _kept_scores(heads: int, length: float) -> float:
 def _norm_bytes_per_token(trainer: Trainer) -> float:
     """Activation bytes per token of a layer's two norms.
 
-    Fused, a norm keeps its input (or the scaled input), and the next operation keeps its output; so too on a CPU, where
-    one process trains fp32. Unfused modules compute in fp32: beside two-byte activations they keep a four-byte copy of
-    their input.
+    Fused, a norm keeps its input (or the scaled input), and the next operation keeps its output; likewise for fp32 on a
+    CPU with one process per model. Unfused modules compute in fp32: beside two-byte activations they keep a four-byte
+    copy of their input.
     """
     layout, wide = trainer.layout, trainer.dtype == "fp32"
     if _fused(trainer) or (wide and layout.devices == 1):

@@ -125,7 +125,7 @@ class Parts:
         terms: list[Term] = []
         if self.plan.training.park is not parked:
             return []
-        if self.workload.has_reference and not self.trainer.adapted:  # else the policy, adapters disabled
+        if self.workload.has_reference and not self.trainer.adapted:  # else adapters are disabled
             terms.append(memory.weights(self.trainer, "reference"))
         if self.reward:
             terms.append(memory.weights(self.reward, "reward model"))
