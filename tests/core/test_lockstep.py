@@ -85,7 +85,7 @@ def test_ranks_that_share_a_key_value_head_have_a_copy_of_it(size: int) -> None:
 def test_what_ranks_that_outnumber_key_value_heads_cannot_share_is_refused() -> None:
     config = GPTNeoXConfig(**SIZES)
     config.num_key_value_heads = 1
-    with pytest.raises(ModelError, match=r"not the matrices k_proj and v_proj .*: set tensor_parallel to 1 or fewer"):
+    with pytest.raises(ModelError, match=r"lacks the matrices k_proj and v_proj .*: set tensor_parallel to 1 or fewer"):
         list(split_parts(trunk(GPTNeoXForCausalLM(config)), 2))
 
 
