@@ -1,6 +1,8 @@
 """Effect of combined budgets of tokens, KV and seconds, and of stopping at a sufficient lead: every subset at equal
 limits.
 
+    python benchmarks/search_budgets.py [--questions 1000] [--minutes 15] [--processes 2]
+
 The task is that of `search_world.py`, whose policy is a table and whose process model has a given AUC; questions need
 4, 8, 12, 16 or 24 steps, so equal limits reach the long ones first. A limit is a share of what best-of-n of that
 width uses on the mean question without limits, the same for all methods of the width. Seconds are modelled, not
@@ -11,12 +13,6 @@ method and width, its cost and current answer are recorded before every round, a
 is derived from that record; some questions are searched again under real `[budget]` tables and must end at the derived
 point. Written to benchmarks/results/search-budgets.json after every method and width; the next run continues from
 there. `search_tables.py --write` puts it into docs/benchmarks/search.md.
-
-A budget only ends a search, and what came before is the same without it. So every question is searched once for a
-method and a width, what it has cost and would answer is noted before every round, and each subset of limits is read off
-that; some questions are searched again under real `[budget]` tables, and must end as was read off. Written to
-benchmarks/results/search-budgets.json after every method and width, from where the next run goes on;
-`search_tables.py --write` puts it into docs/benchmarks/search.md.
 """
 
 from __future__ import annotations
