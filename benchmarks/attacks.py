@@ -35,7 +35,7 @@ from stamp import ROOT, processor, stamp
 RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
 HOSTILE, NEIGHBOUR = "hostile-key-1", "neighbour-key-1"
 CONNECTIONS = 4
-MOST_BYTES, MOST_VALUES = 64 << 20, 3_900_000  # the default limits: 64 MiB and 4,000,000
+MOST_BYTES, MOST_VALUES = 64 << 20, 3_900_000  # just within the default limits: 64 MiB and 4,000,000
 ITEM = {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12"]}
 
 

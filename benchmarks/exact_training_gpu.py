@@ -3,14 +3,14 @@
     python benchmarks/exact_training_gpu.py [--cases smollm2-grpo,placements,...] [--steps N] [--out FILE]
 
 smollm2-grpo   the shipped recipe, 100 steps; then repeated with the same seed
-smollm2-ppo    the same task by PPO with a critic and four minibatches a step, 20 steps
+smollm2-ppo    the same task by PPO with a critic and four minibatches per step, 20 steps
 placements     GRPO of a random Llama of 1B, 64 × (128 → 256), 5 steps in each placement of one process
 shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemma 2 (windows and soft caps) shapes
 kinds          the same of the Llama: PPO with a critic, layers recomputed with the optimizer on the host, and without
                deterministic updates
 lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
 mixture        20 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
-async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
+async          the same of the Llama, rollouts in a separate process on the same GPU, at staleness 0
 seeds          smollm2-grpo with three seeds, 100 steps: as shipped, and with a learner on transformers' and torch's own
                kernels, whose log-probs differ from the engine's; steps to a reward of 0.75 and 0.95. Six runs at once
 stale          the same by the async placement at staleness 0 and 4. Six runs at once

@@ -28,7 +28,7 @@ LOADED = "under_load or killed_or_stopped"
 
 
 def run(name: str) -> list[dict[str, Any]]:
-    """Runs the tests of a file and returns what each printed and whether it passed."""
+    """Runs the tests of a file and returns what each reported and whether it passed."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "tests.xml"
         options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={file}", "-k", LOADED)

@@ -125,8 +125,8 @@ def play(folder: Path) -> list[dict[str, Any]]:
 
 
 def judged(game: str, seed: int, run: History) -> dict[str, Any]:
-    """`delay`: steps from the onset to the first response monitor's alarm; `by_truth`: first alarm of any monitor after
-    the opening."""
+    """`delay`: steps from the onset to the first response monitor's alarm; `by_truth`: steps from the
+    opening to the first alarm of any monitor."""
     onset, first = begins(run), first_alarms(run, STEPS)
     responses = [step for name, step in first.items() if name not in BY_TRUTH]
     right = [round(value, 3) for value in run.curves["accuracy"].values]

@@ -136,7 +136,7 @@ class Watch:
 
 
 def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
-    """Runs in a separate process. Also returns the rows, or samples, in the order of training."""
+    """Runs in a separate process; returns losses, step seconds, and the rows or samples in the order of training."""
     from plaudit.config import PreferenceRecipe, RlRecipe, parse_recipe
     from plaudit.rl.loop import RlTraining
     from plaudit.train.data.rows import FileRows

@@ -52,7 +52,7 @@ def measure(path: str, rank: int, ranks: int, stages: int) -> None:
     from plaudit.models import load_any
     from plaudit.models.part import fill, outline
 
-    load_any("sums")  # library memory is already allocated
+    load_any("sums")  # allocates the memory that libraries keep
     before, peak, over = resident_bytes(), 0, threading.Event()
 
     def watch() -> None:

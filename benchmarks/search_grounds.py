@@ -3,7 +3,7 @@
 chain      additions, subtractions and multiplications in a row, modulo 100. The demonstrations contain systematic
            mistakes: with some carries, borrows and sevens the result is mostly off by eleven, so a policy repeats the
            same mistakes, and so does a vote. The answer is right or wrong.
-           73a+84b-90=   a73+84=58;b58-90=67;#67   (37 + 48 - 9: units come first, which is soon learned)
+           73a+84b-90=   a73+84=58;b58-90=67;#67   (37 + 48 - 9: units come first, which is quickly learned)
 countdown  numbers of which some must be used, in order, to reach a target. The arithmetic is easy and the choice is
            not: a step is right while the target can still be reached. A path is right if it reaches it.
            a12b7c33?45=  a+12=12;b=12;c+33=45;#45

@@ -71,7 +71,7 @@ def let_step(module: Any, length: int) -> None:
     stop, first = len(SPECIAL), len(SPECIAL) + 1
     numbers = torch.arange(first, len(head), device=head.device)
     at = (numbers - first) % places
-    sure = SURE / embeddings.shape[1] ** 0.5  # after the final norm, sqrt(width)
+    sure = SURE / embeddings.shape[1] ** 0.5  # the final norm scales the position's component to sqrt(width)
     with torch.no_grad():
         embeddings.normal_(0, 0.02, generator=torch.Generator(head.device).manual_seed(1))
         head.normal_(0, 0.002, generator=torch.Generator(head.device).manual_seed(2))

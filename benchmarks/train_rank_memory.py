@@ -108,7 +108,7 @@ def measure(path: str, shape: Shape, placement: str) -> None:
         return recipe_of(model, shape, placement)
 
     with join(recipe(path).resources, "cpu") as ranks:
-        small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # allocates library memory
+        small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # warms up libraries
         if placement == RESHARD:
             update(small, 32)
         before, peak, over = resident_bytes(), 0, threading.Event()
