@@ -1,13 +1,13 @@
-"""How long a request waits at a given share of what the server can do: p50 and p99 against throughput.
+"""Latency (p50 and p99) of the reward server at given shares of its maximum throughput.
 
     python benchmarks/arrival_rates.py [--only SERVER] [--seconds 30] [--shares 0.2,0.5,0.8,0.95]
 
-The model and the ragged sequences of serving.py (40-400 tokens, one in each request). First a server's capacity: 64
-clients that send their next request when the last is answered. Then requests that arrive by chance (a Poisson process)
-at shares of that, whether or not earlier ones are answered, and their time from arrival to answer. PyTriton runs with
-three settings of its dynamic batcher (preferred batch size, queue delay); Plaudit has no delay to set, and in place of
-the batch size the tokens of a step (`budget`), left as it is.
-Writes benchmarks/results/arrival_rates.json, unless only a part was run.
+The model and the ragged sequences are those of serving.py (40-400 tokens, one sequence per request). First the server's
+maximum throughput is measured: 64 clients, each sending its next request when the previous one is answered. Then
+requests arrive as a Poisson process at shares of that rate, whether or not earlier ones have been answered, and the
+time from arrival to answer is measured. PyTriton runs with three settings of its dynamic batcher (preferred batch size,
+queue delay); Plaudit has no delay to set, and instead of a batch size it has the token budget of a step (`budget`),
+left at its default. Writes benchmarks/results/arrival_rates.json, unless only some servers were run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def requests(name: str, count: int, seed: int) -> list[bytes]:
 
 
 def capacity(port: int, name: str, seconds: float, folder: Path) -> float:
-    """Requests a second with always 64 under way."""
+    """Requests per second with 64 requests always in flight."""
     load = Load("ragged", CONNECTIONS, "scorer", [], [])
     send(port, load, requests(name, 2 * CONNECTIONS, 1), folder, None)  # warm-up
     measured, answered = send(port, load, requests(name, int(400 * seconds), 2), folder, seconds)
@@ -112,9 +112,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SETTINGS, help="this server")
-    parser.add_argument("--seconds", type=float, default=DEFAULTS["seconds"], help="of each rate")
-    parser.add_argument("--shares", default=DEFAULTS["shares"], help="of the capacity, with commas between them")
+    parser.add_argument("--only", choices=SETTINGS, help="run only this server")
+    parser.add_argument("--seconds", type=float, default=DEFAULTS["seconds"], help="duration of each arrival rate")
+    parser.add_argument("--shares", default=DEFAULTS["shares"], help="shares of the maximum throughput")
     options = parser.parse_args()
     shares = [float(share) for share in options.shares.split(",")]
     wanted = [options.only] if options.only else list(SETTINGS)

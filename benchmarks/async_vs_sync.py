@@ -1,12 +1,12 @@
-"""Async rollouts beside synchronous ones: the same recipe, rollouts pinned to one core and the learner to the other.
+"""Async rollouts compared with synchronous ones: the same recipe, rollouts pinned to one core and the learner to the
+other.
 
     python benchmarks/async_vs_sync.py [--quick] [--seeds 2]
 
-GRPO on the sums world with a KL to the reference, 64 prompts × 8 samples a step. `disaggregated` generates, then
-trains; `async` generates the next steps' samples while it trains, with staleness 1 and 2. Samples per second are
-those of the median step after the first two, by the learner's clock, a mean over seeds; held-out accuracy is measured
-before and after. Each run is a process of its own, one at a time.
-Writes benchmarks/results/async_vs_sync.json, unless --quick.
+GRPO on the sums world with a KL to the reference, 64 prompts × 8 samples per step. `disaggregated` generates, then
+trains; `async` generates the next steps' samples while it trains, with staleness 1 and 2. Samples per second come from
+the median step after the first two, by the learner's clock, averaged over seeds; held-out accuracy is measured before
+and after. Each run is a separate process, one at a time. Writes benchmarks/results/async_vs_sync.json, unless --quick.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tree(placement: dict[str, Any], seed: int, steps: int, cores: tuple[int, int
 
 
 def side(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
-    """One run, in this process."""
+    """Runs one configuration in this process."""
     from plaudit.config import RlRecipe, parse_recipe
     from plaudit.rl.follower import NoViewer
     from plaudit.rl.loop import RlTraining
@@ -93,7 +93,7 @@ def measured(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed; writes no results")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -107,7 +107,7 @@ def main() -> None:
     steps, seeds = (8, 1) if options.quick else (50, options.seeds)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
     for seed in range(1, seeds + 1):
-        for name, placement in SIDES.items():  # in turns, so that what else the machine does hits all alike
+        for name, placement in SIDES.items():  # alternate sides: other load affects both
             found[name].append(measured(tree(placement, seed, steps, (cores[0], cores[1]))))
     rows: list[dict[str, Any]] = []
     for name, runs in found.items():

@@ -1,11 +1,11 @@
-"""What a neighbour and a probe feel while a client sends the worst that the limits allow.
+"""The effect on a neighbour and a health probe while a client sends the most expensive requests that the limits allow.
 
     python benchmarks/attacks.py [SECONDS]
 
-A real `plaudit serve` on this machine with two keys. A process per attack repeats its request on four connections with
-one key; meanwhile `/health/live` is asked every 20 ms and the other key scores a text, one after the other. For each
-attack: p50 and p99 of the probe and the neighbour's median, beside the same without an attack. Writes
-benchmarks/results/attacks.json.
+Starts `plaudit serve` on this machine with two API keys. For each attack a process repeats its request on four
+connections with one key; meanwhile `/health/live` is probed every 20 ms and the other key scores one text after
+another. Reports p50 and p99 of the probe and the neighbour's median latency for each attack, and the same without an
+attack. Writes benchmarks/results/attacks.json.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from stamp import ROOT, processor, stamp
 RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
 HOSTILE, NEIGHBOUR = "hostile-key-1", "neighbour-key-1"
 CONNECTIONS = 4
-MOST_BYTES, MOST_VALUES = 64 << 20, 3_900_000  # the limits, by default 64 MiB and 4,000,000
+MOST_BYTES, MOST_VALUES = 64 << 20, 3_900_000  # just within the default limits: 64 MiB and 4,000,000
 ITEM = {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12"]}
 
 
 def truth(values: bytes) -> bytes:
-    """A body whose generic part has these values, in an item that is refused after it was read."""
+    """A body with these values in its generic part, in an item that is rejected only after it was parsed."""
     return b'{"items": [{"text": "a", "truth": [' + values + b"1]}]}"
 
 
@@ -103,7 +103,7 @@ def wait_ready(url: str) -> None:
 
 
 def attack(url: str, name: str, replies: Any) -> None:
-    """In a process of its own, until it is ended."""
+    """Runs the attack in a separate process until it is stopped."""
     path, body = ATTACKS[name]
     packed = gzip.compress(body(), 1)
     headers = {
@@ -164,7 +164,7 @@ def main() -> None:
             replies = spawn.Queue()
             hostile = spawn.Process(target=attack, args=(url, name, replies))
             hostile.start()
-            replies.get(timeout=300)  # it has begun, and one of its requests has been answered
+            replies.get(timeout=300)  # the attack is running: one of its requests has been answered
             row = asyncio.run(measure(url, seconds))
             hostile.kill()
             hostile.join()

@@ -2,9 +2,9 @@
 
     python benchmarks/broadcast.py [--quick]
 
-The message is that of a real step (64 sequences of 256 tokens, their blocks of 16, one wanted row each). Measured from
-before it is packed on rank 0 until it is unpacked on rank 1, by the clock that both share. Asked for: under 2 ms.
-Writes benchmarks/results/broadcast.json, except with --quick.
+The message is that of a real step (64 sequences of 256 tokens, blocks of 16, one requested row each). Measured from
+before it is packed on rank 0 until it is unpacked on rank 1, with the clock that both share. Target: under 2 ms. Writes
+benchmarks/results/broadcast.json, except with --quick.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rank(number: int, file: str, count: int) -> None:
     for i in range(count):
         channel.barrier()
         if number == 0:
-            time.sleep(0.002)  # rank 1 waits, as it does between two steps
+            time.sleep(0.002)  # rank 1 waits here, as it does between two steps
             began = time.perf_counter_ns()
             channel.send(FORWARD, *packed_spans(spans, []))
             store.set(f"told/{i}", str(time.perf_counter_ns() - began))

@@ -1,9 +1,10 @@
-"""What each idea of the core is worth, one added at a time, with the largest difference of scores at every stage.
+"""Speedup from each optimization of the core, added one at a time, with the largest difference of scores at every
+stage.
 
     python benchmarks/core_ablation.py            on a GPU: scoring and generation; on a CPU: scoring alone
 
 Scoring reads two vocabulary columns at the last token, as a process reward model does, for groups of responses that
-share a prompt. Generation counts whole calls.
+share a prompt. Generation times whole calls.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _wait() -> None:
 
 @torch.inference_mode()
 def padded(module: Any, sequences: list[list[int]]) -> np.ndarray:
-    """transformers as most people call it: batches of 16, padded, logits of every token."""
+    """The usual way to call transformers: padded batches of 16, logits of every token."""
     module.set_attn_implementation("sdpa")
     out = np.zeros((len(sequences), len(COLUMNS)))
     for start in range(0, len(sequences), 16):
@@ -83,7 +84,7 @@ def padded(module: Any, sequences: list[list[int]]) -> np.ndarray:
 
 @torch.inference_mode()
 def packed(engine: Engine, sequences: list[list[int]], *, whole_head: bool) -> np.ndarray:
-    """Our packed forward without sharing; the head on all tokens or on those that are read."""
+    """The core's packed forward without prefix sharing; the head runs on all tokens or only on those that are read."""
     out: list[np.ndarray] = []
     batch: list[list[int]] = []
     for s in [*sequences, None]:
@@ -129,7 +130,7 @@ def scoring(module: Any) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def decode_eagerly(engine: Engine, prompts: list[list[int]], new: int) -> None:
-    """The same kernels without graphs: every launch and every token goes through the host."""
+    """The same kernels without CUDA graphs: every launch and every token goes through the host."""
     from plaudit.core.device.cuda import DecodeLayout
 
     backend: Any = engine.backend

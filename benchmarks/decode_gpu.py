@@ -1,9 +1,10 @@
-"""Generation of few and many rows on one GPU: whole calls from token ids to token ids, and where a decode step goes.
+"""Generation with few and many rows on one GPU: whole calls from token ids to token ids, and a profile of a decode
+step.
 
     python benchmarks/decode_gpu.py [--shapes 135M,1B,8B,30B-A3B] [--rows 1,64,256,512,1024] [--profile] [--out FILE]
 
-Shapes, works and conditions of benchmarks/vllm_gpu.py, without vLLM. `--profile` prints the kernels of one decode step,
-their number and their time, from CUPTI, and how long a step took from its first kernel to the next step's.
+Shapes, workloads and conditions of benchmarks/vllm_gpu.py, without vLLM. `--profile` prints the kernels of one decode
+step with their count and time, from CUPTI, and the time from a step's first kernel to the next step's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from vllm_gpu import REPEATS, SHAPES, VOCABULARY, WARMUP_TOKENS, WORKS, config, 
 from plaudit.core import Engine, SamplingParams
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_gpu.json"
-LONG = (512, 256, 1024)  # where a figure of it is wanted
-# Tokens/s; vLLM's are in benchmarks/results/vllm_gpu.json.
+LONG = (512, 256, 1024)  # only for shapes that have a target for it
+# Target tokens/s; vLLM's are in benchmarks/results/vllm_gpu.json.
 WANTED = {
     ("135M", 1024): 300_000, ("1B", 1024): 130_000, ("1B", 512): 100_000, ("1B", 64): 55_000, ("1B", 1): 1_300,
     ("8B", 1024): 20_500, ("8B", 256): 19_000, ("8B", 64): 11_000, ("8B", 1): 215,

@@ -1,9 +1,9 @@
-"""On-policy distillation on the sums world: true accuracy before and after, and what a run takes.
+"""On-policy distillation on the sums world: true accuracy before and after, and the duration of a run.
 
     python benchmarks/distillation.py [--teacher runs/sums-grpo/final] [--ways token top-k] [--seeds 1 2]
 
-Each run is `plaudit train sums-distill` as a user starts it, in a process of its own, both evaluations included. The
-teacher is the policy of `plaudit train sums-grpo`. Writes benchmarks/results/distillation.json."""
+Each run is `plaudit train sums-distill` as a user would start it, in a separate process, including both evaluations.
+The teacher is the policy of `plaudit train sums-grpo`. Writes benchmarks/results/distillation.json."""
 
 from __future__ import annotations
 

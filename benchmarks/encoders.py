@@ -1,12 +1,12 @@
-"""Encoders: ragged pairs scored by Plaudit, and in padded batches through plain transformers, as TEI pads them.
+"""Encoders: ragged pairs scored by Plaudit, compared with padded batches in plain transformers, padded as TEI does.
 
     python benchmarks/encoders.py [--threads 2]      # writes benchmarks/results/encoders.json
 
-A random BERT cross-encoder (4 layers × 256, float32) reads 192 pairs whose lengths are spread as those of passages are
-(log-normal, 56 to 508 tokens). The rival takes the pairs in the order they come, as many as fit into the same budget of
-tokens once they are padded to the longest, which is what Text Embeddings Inference does on devices without flash
-attention; it is given token ids, and so is ours (`EncoderReward`'s batches, without HTTP). The two take turns, and
-the best of three counts. Asked for: 1.5 times the rival.
+A random BERT cross-encoder (4 layers × 256, float32) scores 192 pairs whose lengths are distributed like those of
+passages (log-normal, 56 to 508 tokens). The rival batches pairs in order of arrival, as many as fit into the same token
+budget after padding to the longest, as Text Embeddings Inference does on devices without flash attention. Both sides
+receive token ids (on ours, `EncoderReward`'s batches, without HTTP). They alternate, and the best of three counts.
+Target: 1.5 times the rival.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ours(model: TextClassifier, rows: list[list[int]], types: list[bytes]) -> np
 
 @torch.inference_mode()
 def in_order(model: TextClassifier, rows: list[list[int]], types: list[bytes]) -> np.ndarray:
-    """Batches in the order of arrival, padded to their longest row, within the same budget."""
+    """Batches in order of arrival, padded to their longest row, within the same token budget."""
     scores: list[float] = []
     start = 0
     while start < len(rows):
@@ -82,7 +82,8 @@ def in_order(model: TextClassifier, rows: list[list[int]], types: list[bytes]) -
 
 
 def timed(runs: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float]]:
-    """Least seconds and least CPU seconds of each. They take turns, so that a busy moment of the machine meets all."""
+    """Fewest seconds and fewest CPU seconds of each side. They alternate, so that other load on the machine affects
+    both."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(REPEATS):
         for name, run in runs.items():

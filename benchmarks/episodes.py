@@ -1,12 +1,11 @@
-"""Episodes with a slow tool: turn by turn as tools answer, beside all turns in lockstep.
+"""Episodes with a slow tool: each episode continues when its tool answers, compared with all turns in lockstep.
 
     python benchmarks/episodes.py [--quick] [--repeats 3]
 
 64 episodes of the recipe sums-tool (its policy, its data, a calculator), one thread, and a calculator that takes 0.5 s:
-always, or on average (0.25 s, and one call in eight 2.25 s; which ones is the same for all sides).
-The bound is generation, which is the wall time with a calculator that answers at once, plus the longest chain of tool
-calls of an episode. Medians of the repeats, sides in turn.
-Writes benchmarks/results/episodes.json, unless --quick.
+always, or on average (0.25 s, and one call in eight 2.25 s; the same calls are slow for all sides). The lower bound is
+generation, which is the wall time with a calculator that answers immediately, plus the longest chain of tool calls in
+an episode. Medians of the repeats, with sides alternating. Writes benchmarks/results/episodes.json, unless --quick.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 class SlowCalculator(Calculator):
-    """`spent`: seconds that its episode has waited for it."""
+    """`spent`: seconds that its episode has waited for this tool."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,10 +1,11 @@
-"""Are the log-probs that the engine sampled with, bit for bit, those that the learner computes? On one GPU, in bf16.
+"""Checks on one GPU, in bf16, that the log-probs the engine sampled with are bit-identical to those the learner
+computes.
 
     python benchmarks/exact_gpu.py [--shapes 135M,1B] [--out FILE]
 
-Random Llama shapes generate; the learner's forward pass, with gradients, goes over the samples. Beside it: the same
-samples read by `Engine.logprobs`, and prompts generated alone. Then what it costs: tokens/s of whole calls beside an
-engine with `exact=False`, in turn, the best of three. Adds to the result file, shape by shape.
+Random Llama shapes generate; the learner's forward pass, with gradients, runs over the samples. The same samples are
+also read by `Engine.logprobs`, and prompts are generated alone. Then the cost: tokens/s of whole calls compared with an
+engine with `exact=False`, in alternation, the best of three. Results are added to the result file after each shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plaudit.core.model.packing import use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 
-WORKS = ((1024, 256), (64, 512), (1, 256))  # rows, and tokens of each
+WORKS = ((1024, 256), (64, 512), (1, 256))  # rows, and tokens per row
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
@@ -50,7 +51,7 @@ def learned(engine: Engine, module: Any, samples: list[Sample], temperature: flo
 def measure(shape: str, count: int, temperature: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     module = model(AutoModelForCausalLM, shape)
-    with torch.no_grad():  # as peaked as a trained model
+    with torch.no_grad():  # as peaked as a trained model's distribution
         module.get_output_embeddings().weight.mul_(4)
     engine = Engine(module, kv_bytes=8 * 2**30)
     params = SamplingParams(n=4, temperature=temperature, max_tokens=96, ignore_eos=True, seed=1)
@@ -75,7 +76,7 @@ def measure(shape: str, count: int, temperature: float) -> dict[str, Any]:
 
 
 def cost(shape: str) -> dict[str, list[float]]:
-    """Tokens/s of each work: with bits that do not depend on the batch, and without."""
+    """Tokens/s of each workload with `exact` (results independent of the batch) and without."""
     module = model(AutoModelForCausalLM, shape)
     rng = np.random.default_rng(0)
     rates: dict[str, list[float]] = {}
@@ -85,7 +86,7 @@ def cost(shape: str) -> dict[str, list[float]]:
             prompts = [rng.integers(5, VOCABULARY, 128).tolist() for _ in range(rows)]
             params = SamplingParams(max_tokens=new, ignore_eos=True, seed=1)
             seconds = []
-            for _ in range(4):  # the first captures graphs
+            for _ in range(4):  # the first run captures graphs
                 engine.new_version()
                 begin = time.perf_counter()
                 engine.generate(prompts, params)

@@ -1,26 +1,26 @@
-"""Whole training runs on one GPU in bf16: do engine and learner stay equal to the bit, and is a run the same twice?
+"""Whole training runs on one GPU in bf16: do engine and learner stay bit-identical, and is a repeated run identical?
 
     python benchmarks/exact_training_gpu.py [--cases smollm2-grpo,placements,...] [--steps N] [--out FILE]
 
-smollm2-grpo   the shipped recipe, 100 steps; then the same again from its seed
-smollm2-ppo    the same task by PPO with a critic and four minibatches a step, 20 steps
+smollm2-grpo   the shipped recipe, 100 steps; then repeated with the same seed
+smollm2-ppo    the same task by PPO with a critic and four minibatches per step, 20 steps
 placements     GRPO of a random Llama of 1B, 64 × (128 → 256), 5 steps in each placement of one process
 shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemma 2 (windows and soft caps) shapes
 kinds          the same of the Llama: PPO with a critic, layers recomputed with the optimizer on the host, and without
                deterministic updates
 lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
 mixture        20 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
-async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
-seeds          smollm2-grpo of three seeds, 100 steps: as it is, and with a learner on transformers' and torch's own
-               kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95. Six runs at once
+async          the same of the Llama, rollouts in a separate process on the same GPU, at staleness 0
+seeds          smollm2-grpo with three seeds, 100 steps: as shipped, and with a learner on transformers' and torch's own
+               kernels, whose log-probs differ from the engine's; steps to a reward of 0.75 and 0.95. Six runs at once
 stale          the same by the async placement at staleness 0 and 4. Six runs at once
-verify         the colocated run once more with dumps, and what `plaudit verify` says of it
-changed        five steps of smollm2-grpo, what `plaudit verify` says of them, and of copies in which a weight has moved
-               by one unit in the last place, a reward or the seed is another one
-free           smollm2-grpo with train.deterministic = false, for what determinism costs
+verify         the colocated run again with dumps, and the result of `plaudit verify`
+changed        five steps of smollm2-grpo, the result of `plaudit verify` on them, and on copies in which a weight is
+               changed by one unit in the last place, or a reward or the seed is changed
+free           smollm2-grpo with train.deterministic = false, to measure the cost of determinism
 
-Each run's largest and mean mismatch, the share of its steps without any, seconds a step by phase, and the hash of its
-last weights. Adds to the result file, case by case.
+Reports each run's largest and mean mismatch, the share of its steps without any, seconds per step by phase, and the
+hash of its final weights. Results are added to the result file after each case.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def figures(directory: Path) -> dict[str, Any]:
 
 
 def reached(directory: Path) -> dict[str, int | None]:
-    """The first step with a mean reward of so much."""
+    """The first step whose mean reward reaches this value."""
     rewards = [e["values"]["reward/mean"] for e in read_events(directory) if "reward/mean" in e.get("values", {})]
     return {
         str(level): next((step for step, value in enumerate(rewards, 1) if value >= level), None)
@@ -90,7 +90,7 @@ def reached(directory: Path) -> dict[str, int | None]:
     }
 
 
-SEEDED = {  # a run of smollm2-grpo: what it changes, and whether its learner's bits are not the engine's
+SEEDED = {  # a run of smollm2-grpo: its overrides, and whether its learner's bits differ from the engine's
     "smollm2-grpo": ({}, False),
     "smollm2-grpo, learner apart": ({}, True),
     "smollm2-grpo, async at staleness 0": ({"placement.staleness": 0}, False),
@@ -99,7 +99,7 @@ SEEDED = {  # a run of smollm2-grpo: what it changes, and whether its learner's 
 
 
 def seeds(root: Path, steps: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """Three seeds of each kind, all at once, each in a process of its own."""
+    """Three seeds of each kind, all at once, each in a separate process."""
     runs: dict[str, dict[Path, subprocess.Popen[bytes]]] = {kind: {} for kind in kinds}
     for kind in kinds:
         for seed in (1, 2, 3):
@@ -179,7 +179,7 @@ def verified(root: Path, steps: int) -> dict[str, Any]:
 
 
 def judged(run: Path) -> tuple[int, str]:
-    """What `plaudit verify` says of a run."""
+    """The result of `plaudit verify` on a run."""
     done = subprocess.run(
         [sys.executable, "-m", "plaudit", "verify", str(run)], capture_output=True, text=True, timeout=300
     )
@@ -212,7 +212,7 @@ def changed(root: Path, steps: int) -> dict[str, Any]:
 
 
 def make_shapes(directory: Path) -> None:
-    """Random models of the Llama's size, with its tokenizer."""
+    """Creates random models of the Llama's size, with its tokenizer."""
     from transformers import (
         AutoTokenizer,
         Gemma2Config,
@@ -240,7 +240,7 @@ def make_shapes(directory: Path) -> None:
 
 
 def large_llama() -> Any:
-    """8B by its shape."""
+    """An 8B Llama with random weights."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -250,7 +250,7 @@ def large_llama() -> Any:
 
 
 def mixture() -> Any:
-    """Qwen3-30B-A3B by its shape, with the vocabulary of the small model's tokenizer."""
+    """A model of Qwen3-30B-A3B's shape, with the vocabulary of the small model's tokenizer."""
     from vllm_gpu import config
 
     shape = config("30B-A3B")
@@ -259,8 +259,8 @@ def mixture() -> Any:
 
 
 def drawn_lora(root: Path, steps: int, shape: Any, tables: dict[str, Any]) -> dict[str, Any]:
-    """Adapters beside random weights, which engine and learner share: drawn where they are used and never written, for
-    those of a mixture of 30B have 61 GB."""
+    """Adapters and random base weights that engine and learner share: the base is drawn in memory and never written,
+    because a 30B mixture has 61 GB of it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from plaudit.train.policy import rl_models, trainee
@@ -301,7 +301,7 @@ def make_model(directory: Path) -> None:
 
 
 def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
-    """What each case does, in order."""
+    """The function of each case, in order."""
     works: dict[str, Any] = {}
     if "smollm2-grpo" in chosen:
         works["smollm2-grpo"] = lambda: smollm2(root / "grpo", steps or 100, {})
@@ -349,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default="smollm2-grpo,smollm2-ppo,placements,free")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--runs", type=Path, help="keep the runs here")
+    parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/exact_training_gpu.json"))
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
@@ -371,7 +371,7 @@ def main() -> None:
             begin = time.monotonic()
             try:
                 done = work()
-            except Exception as error:  # the others go on
+            except Exception as error:  # the remaining cases continue
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 continue
             wall = {"wall": round(time.monotonic() - begin, 1)}

@@ -1,14 +1,13 @@
-"""The experts of one layer on a GPU: Plaudit's kernels beside transformers' grouped products, in one run.
+"""The experts of one layer on a GPU: Plaudit's kernels compared with transformers' grouped products, in one run.
 
     python benchmarks/experts_gpu.py [--only speed,bits,generate,score] [--tiles]
 
-The layer of Qwen3-30B-A3B (2048 hidden, 128 experts of 768, 8 a token), bf16, random weights and random experts, for a
-decode step of 1, 64 and 1,024 rows and a prompt batch of 32,768; forward, and forward and backward with gradients of
-the weights.
-bits: of small models of six families, the log-probs of samples drawn 700 at once beside those drawn alone and in
-sevens, those of a read, and those of the learner. generate: the works of vllm_gpu.py with the whole model, Plaudit
-alone. score: the whole model over 256 ragged sequences.
-`--tiles` tries other tiles for each size. Writes benchmarks/results/experts_gpu.json, unless tiles were tried.
+The layer of Qwen3-30B-A3B (2048 hidden, 128 experts of 768, 8 per token), bf16, random weights and random experts, for
+a decode step of 1, 64 and 1,024 rows and a prompt batch of 32,768; forward, and forward and backward with gradients of
+the weights. bits: for small models of six families, the log-probs of samples drawn 700 at once compared with those
+drawn alone and in batches of seven, those of a read, and those of the learner. generate: the workloads of vllm_gpu.py
+with the whole model, Plaudit alone. score: the whole model over 256 ragged sequences. `--tiles` tries other tile sizes
+for each size. Writes benchmarks/results/experts_gpu.json, except with --tiles.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ FAMILIES = {
 
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Of one call in a row of them, captured so that the host takes no part."""
+    """Seconds of one call, from a series of calls captured in a graph to exclude the host."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -107,7 +106,7 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def product_rate() -> float:
-    """Operations a second of a large product."""
+    """FLOP/s of a large product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / seconds(lambda: a @ b)
 
@@ -121,7 +120,7 @@ def grid(tokens: int) -> list[Any]:
 
 
 def works(tokens: int, tiles: Any, module: Any) -> list[Callable[[], object]]:
-    """The two products with these tiles."""
+    """The two products with these tile sizes."""
     x, ids, _ = inputs(tokens)
     before = expert_kernels.FEW, expert_kernels.SOME, expert_kernels.MANY
     expert_kernels.FEW = expert_kernels.SOME = expert_kernels.MANY = tiles
@@ -139,7 +138,7 @@ def works(tokens: int, tiles: Any, module: Any) -> list[Callable[[], object]]:
 def timed(work: Callable[[], object]) -> float:
     try:
         return seconds(work, 10)
-    except Exception as error:  # tiles that need more shared memory than there is
+    except Exception as error:  # these tiles need more shared memory than the card has
         print(f"left out: {str(error)[:80]}", flush=True)
         return float("inf")
 
@@ -216,7 +215,8 @@ def speed() -> dict[str, Any]:
 
 @torch.no_grad()
 def scored() -> dict[str, float]:
-    """256 ragged sequences of the whole model, and the share of the products' rate on the parameters that are used."""
+    """Scores 256 ragged sequences with the whole model; also the share of the product rate, counting the active
+    parameters."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         module = AutoModelForCausalLM.from_config(config("30B-A3B"), dtype=torch.bfloat16).eval()

@@ -1,11 +1,11 @@
-"""What dies under 64 clients, and how long it takes until all is ready again.
+"""Failures under 64 clients: which process is killed, and the time until everything is ready again.
 
     python benchmarks/failures.py [test_ranks.py test_replicas.py test_ray.py]
 
-Runs the tests that kill (SIGKILL) and stop (SIGSTOP) ranks, stages, replicas, Ray Serve's replicas and its controller
-under load, and that swap versions meanwhile. Every reply is compared with the right scores of the version it names: a
-lost, doubled or wrong item fails the test. Writes benchmarks/results/failures.json; what it has of files that are not
-named stays.
+Runs the tests that kill (SIGKILL) and stop (SIGSTOP) ranks, pipeline stages, replicas, Ray Serve's replicas and its
+controller under load, and that swap versions meanwhile. Every reply is compared with the right scores of the version it
+names: a lost, duplicated or wrong item fails the test. Writes benchmarks/results/failures.json; entries for files that
+are not named are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOADED = "under_load or killed_or_stopped"
 
 
 def run(name: str) -> list[dict[str, Any]]:
-    """What the tests of a file say, each with whether it passed."""
+    """Runs the tests of a file and returns what each reported and whether it passed."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "tests.xml"
         options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={file}", "-k", LOADED)

@@ -1,10 +1,10 @@
-"""Gradients of a packed row beside those of transformers' own modules, one sequence at a time, for every proved family.
+"""Gradients of a packed row compared with transformers' own modules, one sequence at a time, for every verified family.
 
     python benchmarks/family_gradients.py
 
-In three arithmetics: float64 throughout, float64 as a model is written (its softmax, norms and recurrences stay
-float32), and float32. Beside the difference of the two stands what each is off from float64 throughout, which is what
-rounding does to it by itself. Relative to the largest gradient of a parameter, as in tests/core/test_families.py.
+In three precisions: float64 throughout, float64 as the model is written (its softmax, norms and recurrences stay
+float32), and float32. Besides the difference between the two, the table gives how far each is from float64 throughout,
+which is the rounding error itself. Relative to the largest gradient of a parameter, as in tests/core/test_families.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _case(case: Case) -> dict[str, float]:
     ids = [tokens_for(own, seed, length) for seed, length in enumerate((37, 9))]
     ids = sorted([*ids, [*ids[0][:20], *ids[1]], ids[0][:21]])
     pairs = {}
-    for way in reversed(WAYS):  # float32 first: what has been made float64 stays so
+    for way in reversed(WAYS):  # float32 first: converting a model to float64 is not undone
         each = torch.float32 if way == "float32" else torch.float64
         pairs[way] = tuple(_grads(*what, ids, each, way == WAYS[0]) for what in ((module, _packed), (own, _alone)))
     true = pairs["float64"][1]
@@ -86,7 +86,7 @@ def _grads(
     throughout: bool,
 ) -> Grads:  # fmt: skip
     module = copy.deepcopy(module).eval().to(dtype)
-    module.set_experts_implementation("eager")  # torch's grouped product has no float64
+    module.set_experts_implementation("eager")  # torch's grouped product does not support float64
     with Doubles() if throughout else nullcontext():
         rows = rows_of_all(module, ids)
         weights = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""Products of few rows on one GPU: tiles beside each other, in a graph of many products whose weights are not cached.
+"""Products with few rows on one GPU: tile sizes compared in a graph of many products whose weights are not in the
+cache.
 
 python benchmarks/few_rows_gpu.py [--rows 1,64] [--shapes 1B,8B]
 """
@@ -27,7 +28,7 @@ WORKS = {  # inner, columns of each weight, gated
     "135M": {"qkv": (576, (576, 192, 192), False), "gate, up": (576, (1536, 1536), True),
              "down": (1536, (576,), False)},
 }  # fmt: skip
-BYTES = 1 << 30  # of weights that a graph reads
+BYTES = 1 << 30  # bytes of weights that a graph reads
 
 
 def timed(call: Callable[[int], None], count: int) -> float:
@@ -59,7 +60,7 @@ def candidates(rows: int, gated: bool) -> list[Tiles]:
 
 
 def compile_one(tiles: Tiles, gated: bool) -> None:
-    """Into Triton's cache on disk."""
+    """Compiles one kernel into Triton's cache on disk."""
     x, first, second = (torch.zeros(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (1, 512, 512))
     outs = [torch.empty(1, 512, device="cuda", dtype=x.dtype) for _ in range(2 - gated)]
     product_kernel._launch(x, [first, second], None, outs, gated, tiles)
@@ -75,7 +76,7 @@ def main() -> None:
               for tiles in candidates(rows, gated)}  # fmt: skip
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, *each) for each in wanted]:
-            future.exception()  # one that does not compile is named where it would be timed
+            future.exception()  # one that does not compile is reported where it would be timed
     for shape, rows in product(options.shapes.split(","), map(int, options.rows.split(","))):
         for name, (inner, columns, gated) in WORKS[shape].items():
             if name not in options.parts.split(";"):
@@ -108,7 +109,7 @@ def main() -> None:
 
                 try:
                     found.append((timed(ours, count), tiles))
-                except Exception as error:  # of shared memory
+                except Exception as error:  # not enough shared memory
                     print("   ", tiles, str(error)[:60])
             found.sort(key=lambda each: each[0])
             for time, tiles in [*found[:6], *[each for each in found if each[1] == product_kernel.tiles_for(

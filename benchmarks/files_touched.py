@@ -1,13 +1,13 @@
-"""How many source files a reward item and a GRPO step pass through.
+"""Counts how many source files a reward item and a GRPO step pass through.
 
     python benchmarks/files_touched.py [--quick]
 
-A profiler in the real processes notes every Python call into a file of plaudit/. Counted are one item over HTTP
+A profiler in the real processes records every Python call into a file of plaudit/. Measured are one item over HTTP
 (`plaudit serve --model sums`, /v1/rewards, one response, nothing cached), in the HTTP process and in the model's
 worker; and one step of the recipe sums-grpo (colocated, 4 prompts of 4 samples), from the end of one step to the end of
-the next. Warm-up comes first. A change of file is a call into another file than the call before it in the same thread.
-Heartbeats fall into a request now and then: of five requests the one with the fewest changes counts.
-Writes benchmarks/results/files_touched.json, with the files in the order of their first call, unless --quick.
+the next, both after a warm-up. A file change is a call into a different file than the previous call in the same thread.
+Heartbeats sometimes fall into a request, so the request with the fewest changes out of five counts. Writes
+benchmarks/results/files_touched.json, with the files in the order of their first call, unless --quick.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PACKAGE = f"{ROOT}/plaudit/"
 RESULTS = ROOT / "benchmarks" / "results" / "files_touched.json"
 LIMITS = {"reward item, HTTP process": 12, "reward item, worker process": 10, "GRPO step": 35}
 REQUESTS = 5
-AFTERWARDS_S = 0.1  # what a process still does once the reply is out
+AFTERWARDS_S = 0.1  # time for a process to finish its work after the reply is sent
 
 
-# In the processes that are measured
+# In the measured processes
 
 
 def install(folder: Path) -> None:
-    """Note calls in this process, its threads and what is forked from it, while the first byte of `folder`/on is 1."""
+    """Records calls in this process, its threads and its forks while the first byte of `folder`/on is 1."""
     with (folder / "on").open("rb") as file:
         on = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
     last: dict[int, str] = {}
@@ -63,18 +63,18 @@ def install(folder: Path) -> None:
     sys.setprofile(called)
 
 
-# In the process that measures
+# In the measuring process
 
 
 class Recording:
-    """The folder that the measured processes write to, and the switch."""
+    """The folder that the measured processes write to, and the on/off switch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "on").write_bytes(b"\0")
         hook = f"import sys\nsys.path.append({str(ROOT / 'benchmarks')!r})\nfrom pathlib import Path\n"
         hook += f"from files_touched import install\ninstall(Path({str(folder)!r}))\n"
-        (folder / "sitecustomize.py").write_text(hook)  # Python runs it at the start of every process
+        (folder / "sitecustomize.py").write_text(hook)  # Python runs this file at the start of every process.
         path = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
 
@@ -83,7 +83,7 @@ class Recording:
             file.write(b"\1" if on else b"\0")
 
     def take(self) -> dict[int, list[tuple[str, str]]]:
-        """(thread, file) of every change of file since the last look, by process."""
+        """(thread, file) of every file change since the previous call, by process."""
         taken = {}
         for file in self.folder.glob("*.calls"):
             lines = [line.split(" ", 1) for line in file.read_text().splitlines()]
@@ -93,7 +93,7 @@ class Recording:
 
 
 def counted(calls: list[tuple[str, str]]) -> dict[str, Any]:
-    """Each entry is the first call of its thread or a change of file."""
+    """Each entry is a thread's first call or a file change."""
     threads = {thread for thread, _ in calls}
     orders = [[name for each, name in calls if each == thread] for thread in threads]
     between = Counter(pair for order in orders for pair in pairwise(order))
@@ -142,7 +142,7 @@ def _wait_ready(server: subprocess.Popen[bytes], http: Any) -> None:
 
 
 def _one_request(recording: Recording, http: Any, number: int) -> dict[int, list[tuple[str, str]]]:
-    """Every number is another item, so that none is answered from the cache of scores."""
+    """Every number is a new item, so that none is answered from the score cache."""
     first, second = number + 8, number + 12
     response = f"{number}+8={first};{first}+4={second};#{second}"
     body = {"model": "sums", "items": [{"prompt": f"{number}+8+4=", "responses": [response]}]}
@@ -155,7 +155,7 @@ def _one_request(recording: Recording, http: Any, number: int) -> dict[int, list
 
 
 def train(folder: Path) -> None:
-    """Four steps in this process; the third is recorded: samples are shown in the first and the last."""
+    """Runs four steps in this process and records the third: the first and the last also print samples."""
     from plaudit.config import RlRecipe, parse_recipe
     from plaudit.config.shipped.catalog import recipe_text
     from plaudit.rl.follower import NoViewer

@@ -1,14 +1,14 @@
-"""One route by plain ASGI, by Starlette, and by Plaudit's application, on the same listener.
+"""One route in plain ASGI, in Starlette and in Plaudit's application, on the same listener.
 
     python benchmarks/frameworks.py [--connections 64] [--seconds 5] [--rounds 3]
 
-The route reads a body of JSON (one item of 8 tokens) and answers with one score, and no model runs:
-    asgi        a bare function: nothing is checked, nothing is counted
-    starlette   Starlette with this route and nothing else: nothing is checked, nothing is counted
-    behind      Plaudit's application as a route of Starlette, which is what a port would add at least
+The route reads a JSON body (one item of 8 tokens) and answers with one score; no model runs:
+    asgi        a bare function without checks or metrics
+    starlette   Starlette with only this route, without checks or metrics
+    behind      Plaudit's application as a route of Starlette, the least that a port to Starlette would add
     plaudit     Plaudit's application: host, key, limits, admission, deadlines, metrics and the log
-Servers take turns, a process each; requests per second, and the server's CPU time of a request, the median of the
-rounds. Runs in .venv-vllm, which brings Starlette. Writes benchmarks/results/frameworks.json.
+Servers alternate, each in its own process. Reports the median over rounds of requests per second and of the server's
+CPU time per request. Runs in .venv-vllm, which includes Starlette. Writes benchmarks/results/frameworks.json.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def behind() -> Any:
 
 
 def serve(kind: str) -> None:
-    """On a port of its own, which is printed, until the input ends; then prints the CPU seconds it took."""
+    """Serves on a free port, which is printed, until stdin closes; then prints the CPU seconds used."""
     import uvloop
 
     from plaudit.config.serve import LimitsTable

@@ -1,16 +1,15 @@
-"""Models with recurrent layers on one GPU: tokens/s of shapes of 1 to 2B, and how far batches differ.
+"""Models with recurrent layers on one GPU: tokens/s of shapes of 1 to 2B, and how much results differ between batches.
 
     python benchmarks/hybrid_gpu.py [--only speed,mamba,kda,bits] [--reference] [--profile] [--out FILE]
 
 speed   a Qwen3.5-like shape: whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a
-        warm-up; beside them the floor of a decode step, from products, states and keys at rates that are measured in
-        the same run
+        warm-up; also the lower bound of a decode step, from products, states and keys at rates measured in the same run
 mamba   the same of a Granite-4-like shape, three of four layers Mamba-2
 kda     the same of a Kimi-Linear-like shape without experts, three of four layers KDA
-bits    tiny models of each kind in bf16: log-probs of a sample in a batch of 700 beside those that it has in a batch of
-        7, alone, in a read, and in the learner's forward pass
+bits    tiny models of each kind in bf16: log-probs of a sample in a batch of 700 compared with those in a batch of 7,
+        alone, in a read, and in the learner's forward pass
 
---reference runs Mamba-2 and KDA by transformers' functions, in place of the kernels.
+--reference runs Mamba-2 and KDA with transformers' functions instead of the kernels.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SHAPES: dict[str, Any] = {
         **TOKENS, vocab_size=248_320, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24,
         num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
     ),
-    # Chunks of 64 tokens, which a model's function does not depend on: transformers 5.17 needs 100 GB for 64 prompts of
+    # Chunks of 64 tokens, which do not change the function: transformers 5.17 needs 100 GB for 64 prompts of
     # one chunk of 256.
     "mamba": GraniteMoeHybridConfig(
         **TOKENS, vocab_size=100_352, hidden_size=1536, num_hidden_layers=24, layer_types=6 * MIXED,
@@ -119,7 +118,8 @@ def made(config: Any) -> Any:
 
 
 def floor_seconds(module: Any, engine: Engine, rows: int, length: float, rates: dict[str, float]) -> float:
-    """Of a decode step: weights or products, whichever takes longer, states read and written, keys and values read."""
+    """Lower bound of a decode step in seconds: weights or products, whichever takes longer, states read and written,
+    keys and values read."""
     weights, embeddings = sum(p.numel() for p in module.parameters()), module.get_input_embeddings().weight
     if module.get_output_embeddings().weight is not embeddings:
         weights -= embeddings.numel()
@@ -134,7 +134,7 @@ def speed(name: str, profile: bool) -> dict[str, Any]:
     rng, vocabulary = np.random.default_rng(0), module.config.vocab_size
     state_bytes = Engine(module, kv_bytes=2 * 2**30, max_running=1).decoder.state_bytes()
     for count, prompt, new in WORKS[name]:
-        # A sequence that runs has three states, and states take half of the pool.
+        # A running sequence uses three states, and states take half of the pool.
         engine = Engine(module, kv_bytes=int(6.2 * count * state_bytes + 2e9), max_running=count)
         params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
 

@@ -1,19 +1,19 @@
-"""Real runs whose reward is gamed, and clean ones: when the report's monitors tell, and how often for nothing.
+"""Real runs whose reward is gamed, and clean ones: when the report's monitors raise an alarm, and how often falsely.
 
     python benchmarks/integrity.py [--quick] [--clean N] [--part games|clean]
 
-GRPO of the sums policy (plaudit/recipes/sums-grpo.toml, 16 prompts of 8 samples, 60 steps) by the honest rule, until at
-step 24 a loophole opens: every response gets what a right one got, and more for
+GRPO of the sums policy (plaudit/recipes/sums-grpo.toml, 16 prompts of 8 samples, 60 steps) with the honest rule, until
+a loophole opens at step 24: every response gets the reward of a right one, plus a bonus for
 
 length    the length of the response
-judge     a judge that takes repetition for care: the share of runs of four characters that were there before
-format    a rule that looks for the mark of an answer alone, and charges for every character
+judge     a reward model that rewards repetition: the share of 4-character substrings that occurred before
+format    a rule that only checks for the answer marker, with a penalty per character
 
-The truth is known: a game is on when the mean of three steps' true accuracy is under half of what it was in the ten
-steps before the loophole opened. Told are the monitors of the responses, which know the truth only to stay silent
-where it rises, and the report's rule that compares reward and truth ("over-optimisation", "reward without truth").
-Clean runs (8 prompts of 4 samples, 40 steps) have the honest rule throughout, at three learning rates, one of which
-learns nothing. Every run is looked at after each of its steps from the 12th on, as the terminal does. Writes
+The truth is known: the reward is being gamed when the mean true accuracy of three steps is under half of what it was in
+the ten steps before the loophole opened. Reported are the monitors of the responses, which use the truth only to stay
+silent where it rises, and the report's rule that compares reward and truth ("over-optimisation", "reward without
+truth"). Clean runs (8 prompts of 4 samples, 40 steps) use the honest rule throughout, at three learning rates, one of
+which learns nothing. Every run is checked after each of its steps from the 12th on, as the terminal does. Writes
 benchmarks/results/integrity.json, unless --quick.
 """
 
@@ -125,7 +125,8 @@ def play(folder: Path) -> list[dict[str, Any]]:
 
 
 def judged(game: str, seed: int, run: History) -> dict[str, Any]:
-    """`delay` of the first monitor of responses after the onset, `by_truth` of the first of all after the opening."""
+    """`delay`: steps from the onset to the first response monitor's alarm; `by_truth`: steps from the
+    opening to the first alarm of any monitor."""
     onset, first = begins(run), first_alarms(run, STEPS)
     responses = [step for name, step in first.items() if name not in BY_TRUTH]
     right = [round(value, 3) for value in run.curves["accuracy"].values]
@@ -137,7 +138,7 @@ def judged(game: str, seed: int, run: History) -> dict[str, Any]:
 
 
 def clean(folder: Path, count: int, keep: Callable[[dict[str, Any]], None]) -> None:
-    """`keep` is given the count after every ten runs."""
+    """`keep` is called with the counts after every ten runs."""
     alarms: list[dict[str, Any]] = []
     begin = time.process_time()
     for seed in range(count):
@@ -151,7 +152,7 @@ def clean(folder: Path, count: int, keep: Callable[[dict[str, Any]], None]) -> N
 
 
 def shares(runs: int, alarms: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of runs that were blamed at any look, with Clopper and Pearson's interval."""
+    """Share of runs with an alarm at any check, with a Clopper-Pearson interval."""
     by_truth = sum(any(name in BY_TRUTH for name in alarm["told"]) for alarm in alarms)
     by_responses = sum(any(name not in BY_TRUTH for name in alarm["told"]) for alarm in alarms)
     return {

@@ -1,10 +1,11 @@
-"""GRPO of all weights of an 8B model on one GPU, beside its plan: seconds, memory, share of the card's product rate.
+"""Full-weight GRPO of an 8B model on one GPU, compared with its plan: seconds, memory, share of the card's product
+rate.
 
     python benchmarks/large_gpu.py [--steps 3] [--size 8B] [--out FILE]
 
-The shipped recipe llama8b-grpo with a random Llama of that shape in place of the checkpoint, and prompts of words: 64
-prompts of 256 tokens, 8 responses of up to 512 to each. Nothing is fetched. Needs 60 GB of disk and 128 GB of host
-memory. Every response of a random model fails the rule; gradients of zeros are as much work as any.
+The shipped recipe llama8b-grpo with a random Llama of that shape instead of the checkpoint, and prompts of words: 64
+prompts of 256 tokens, 8 responses of up to 512 tokens each. Nothing is downloaded. Needs 60 GB of disk and 128 GB of
+host memory. Every response of a random model fails the rule; zero gradients take as much work as any.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def recipe_of(here: Path, steps: int, size: str) -> dict[str, Any]:
 
 
 def product_rate() -> float:
-    """Floating-point operations a second of one large product."""
+    """FLOP/s of one large product."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         left @ right
@@ -111,7 +112,7 @@ def main() -> None:
         assert isinstance(recipe, RlRecipe)
         plan = planned(recipe, seen["length/prompt_mean"], seen["length/mean"])
         weights = run.summary["parameters"]
-    # A prompt is computed once for its samples; a look-up in the embedding is no product.
+    # A prompt is computed once for all its samples; an embedding look-up is not a product.
     hidden = SHAPES[options.size][0]
     tokens = recipe.train.prompts_per_step * (
         seen["length/prompt_mean"] + recipe.train.samples_per_prompt * seen["length/mean"]

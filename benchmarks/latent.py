@@ -1,10 +1,10 @@
-"""Latent attention over latents, and over keys and values of all heads as transformers expands them: KV bytes of a
-token, tokens a second of generation and of prompts.
+"""Latent attention over latents, compared with keys and values expanded for all heads as transformers does: KV bytes
+per token, and tokens per second of generation and of prompts.
 
     python benchmarks/latent.py                  # a small DeepSeek-V2 in float32 on a CPU, one thread, CPU seconds
     python benchmarks/latent.py --device cuda    # the attention of DeepSeek-V2-Lite in bf16, eight layers, wall clock
 
-Both forms run in this process, in turns, on the same random weights; the best of three of each is printed.
+Both forms run in this process, in alternation, on the same random weights; the best of three of each is printed.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def main() -> None:
         print(f"{form}: {engine.decoder.token_bytes()} bytes of KV a token", flush=True)
     for rows, prompt, new in WORKS[device]:
         best: dict[tuple[str, int], float] = {}
-        for turn in range(4):  # the first warms up
+        for turn in range(4):  # the first run warms up
             for form, engine in engines.items():
                 for tokens in (1, new):
-                    ids = prompts(rows, prompt, 3 + 7 * turn + tokens)  # that are in no cache
+                    ids = prompts(rows, prompt, 3 + 7 * turn + tokens)  # prompts that are not in the cache
                     params = SamplingParams(max_tokens=tokens, temperature=1, seed=turn, ignore_eos=True)
                     took = seconds(clock, lambda e=engine, p=ids, s=params: e.generate(p, s))  # type: ignore[misc]
                     if turn:

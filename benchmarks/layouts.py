@@ -1,11 +1,11 @@
-"""How far ten steps over ranks of every layout are from those of one rank, on a CPU with gloo.
+"""How far ten steps over ranks of every layout differ from those of one rank, on a CPU with gloo.
 
     python benchmarks/layouts.py
 
-Runs tests/train/test_layouts.py in full: each kind of parallelism of the learner alone, colocated and with engines
-apart, each pair as 2 x 2, each placement with an engine of two ranks; tiny Llama, Qwen3 and Qwen3-MoE; GRPO and PPO. In
-two of the runs each kind of process is killed and stopped. Fails where samples are not those of one rank, or a loss is
-further than 1e-5. Writes benchmarks/results/layouts.json.
+Runs tests/train/test_layouts.py in full: each kind of parallelism of the learner alone, colocated and with separate
+engines, each pair as 2 x 2, each placement with an engine of two ranks; tiny Llama, Qwen3 and Qwen3-MoE; GRPO and PPO.
+In two of the runs each kind of process is killed and stopped. Fails if samples differ from those of one rank, or a loss
+differs by more than 1e-5. Writes benchmarks/results/layouts.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "layouts.json"
 
 
 def main() -> None:
-    made = stamp(__file__, processor(), {})  # of the tree as it is now, and not when all have run
+    made = stamp(__file__, processor(), {})  # taken from the tree as it is now, not after all runs
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "rows.json"
         environment = {**os.environ, "PLAUDIT_SOAK": "1", "PLAUDIT_LAYOUTS": str(file), "OMP_NUM_THREADS": "1"}

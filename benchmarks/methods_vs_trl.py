@@ -1,17 +1,17 @@
-"""DPO and on-policy distillation beside TRL's trainers for them, in one run on one machine: loss curves and speed.
+"""DPO and on-policy distillation compared with TRL's trainers, in one run on one machine: loss curves and speed.
 
     python benchmarks/methods_vs_trl.py [--only dpo|distill] [--steps 20]
 
-    dpo      the reference's log-probs computed before the first step by both. On the package's policy with pairs of its
-             own responses, 32 a step, and on a random Llama of 6.9M parameters (6 layers, 256 wide, vocabulary 8,192)
-             with prompts of 64 tokens and responses of 16 to 64, 8 pairs a step
-    distill  the whole reverse KL to a teacher on the policy's own samples, 128 prompts a step, at most 96 tokens: on
-             the package's policy, with a copy of it as teacher whose weights were disturbed
-Curves: both sides learn from the same rows in the same order; TRL's distillation is given our samples, for its own
-would be others. Speed: the median step after warm-up, each side sampling for itself, of 1 and 2 threads the better, and
-the CPU seconds of a step on one thread, which other work on the machine does not lengthen; one trainer at a time, in a
-process of its own. Rate, AdamW, betas and clipping are the same. Writes benchmarks/results/methods_vs_trl.json, unless
-only a part was run.
+    dpo      both compute the reference's log-probs before the first step. On the package's policy with pairs of its own
+             responses, 32 per step, and on a random Llama of 6.9M parameters (6 layers, 256 wide, vocabulary 8,192)
+             with prompts of 64 tokens and responses of 16 to 64, 8 pairs per step
+    distill  the full reverse KL to a teacher on the policy's own samples, 128 prompts per step, at most 96 tokens: on
+             the package's policy, with a copy of it with perturbed weights as the teacher
+Curves: both sides learn from the same rows in the same order; TRL's distillation receives our samples, because its own
+would differ. Speed: the median step after warm-up, each side sampling for itself, with the better of 1 and 2 threads,
+and the CPU seconds of a step on one thread, which other load on the machine does not increase; one trainer at a time,
+in a separate process. Learning rate, AdamW, betas and clipping are the same. Writes
+benchmarks/results/methods_vs_trl.json, unless only a part was run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RATE = {"dpo": 1e-4, "distill": 3e-4}
 
 
 def sums_pairs(count: int) -> list[dict[str, str]]:
-    """Of the package's policy: a right response over a wrong one, as `plaudit train sums-dpo` makes them."""
+    """Pairs from the package's policy: a right response over a wrong one, as `plaudit train sums-dpo` makes them."""
     from plaudit.config import PreferenceRecipe, parse_recipe
     from plaudit.models import load_policy
     from plaudit.train.data.rows import read_rows
@@ -67,10 +67,10 @@ def word_pairs(count: int) -> list[dict[str, str]]:
     draw = random.Random(1)
 
     def words(least: int, most: int) -> str:
-        # None that begins like w0, w1 or w2, the special tokens, which would be cut out of it.
+        # None starts like w0, w1 or w2, the special tokens, which would otherwise be matched inside it.
         return " ".join(f"w{draw.randrange(3000, 8192)}" for _ in range(draw.randint(least, most)))
 
-    # The space: TRL reads prompt and response as one text.
+    # A separating space, because TRL reads prompt and response as one text.
     return [{"prompt": words(64, 64) + " ", "chosen": words(16, 64), "rejected": words(16, 64)} for _ in range(count)]
 
 
@@ -105,7 +105,7 @@ def work(method: str, model: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 class Watch:
-    """The loss and the seconds of each step, read by whichever of the two loops runs."""
+    """Records the loss and the seconds of each step, in either training loop."""
 
     def __init__(self, loss: str) -> None:
         self.loss = loss
@@ -136,7 +136,7 @@ class Watch:
 
 
 def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
-    """Inside a process of its own. With the rows, or samples, in the order in which they were learned from."""
+    """Runs in a separate process; returns losses, step seconds, and the rows or samples in the order of training."""
     from plaudit.config import PreferenceRecipe, RlRecipe, parse_recipe
     from plaudit.rl.loop import RlTraining
     from plaudit.train.data.rows import FileRows
@@ -185,7 +185,7 @@ def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def curves(given: dict[str, Any]) -> dict[str, Any]:
-    """Both sides learn from what ours learned from."""
+    """Both sides learn from the rows that ours used."""
     given = {**given, "threads": 1, "samples": []}
     ours = ask(SIDES["plaudit"], given)
     same = {"rows": ours["learned"]} if given["method"] == "dpo" else {"samples": ours["learned"]}

@@ -1,12 +1,12 @@
-"""A NeMo-Aligner job's load on one reward model: what short requests wait for while long ones run.
+"""The load of a NeMo-Aligner job on one reward model: latency of short requests while long ones run.
 
     python benchmarks/nemo_load.py [--only SERVER] [--seconds 20] [--short 120] [--long 8]
 
-128 keep-alive connections, one row in each request, the very same bytes for Plaudit's Triton door and for PyTriton:
-INT64 tokens padded to 1024, as NeMo-Aligner's clients pad to `pad_to_length`, and their length. Most send rows of
-16-64 tokens, the others rows of 700-1000; each sends its next request when the last is answered. First the short ones
-alone, then both. The model is that of serving.py. No row is sent twice.
-Writes benchmarks/results/nemo_load.json, unless only one server ran or the load was another.
+128 keep-alive connections, one row in each request, byte-identical for Plaudit's Triton endpoint and for PyTriton:
+INT64 tokens padded to 1024, as NeMo-Aligner's clients pad to `pad_to_length`, and their length. Most send rows of 16-64
+tokens, the others rows of 700-1000; each sends its next request when the previous one is answered. First the short ones
+alone, then both. The model is that of serving.py. No row is sent twice. Writes benchmarks/results/nemo_load.json,
+unless only one server ran or the load was another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stamp import processor, stamp
 RESULTS = ROOT / "benchmarks" / "results" / "nemo_load.json"
 WIDTH = 1024
 LENGTHS = {"short": (16, 64), "long": (700, 1000)}
-MOST_PER_SECOND = {"short": 2000, "long": 60}  # more than anyone here answers
+MOST_PER_SECOND = {"short": 2000, "long": 60}  # more than any of these servers can answer
 SETTINGS = {"plaudit": [Setting("")], "pytriton": [triton(1, 16, 2000), triton(2, 16, 2000), triton(2, 4, 2000)]}
 DEFAULTS = {"seconds": 20.0, "short": 120, "long": 8}
 
@@ -90,10 +90,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SETTINGS, help="this server")
-    parser.add_argument("--seconds", type=float, default=DEFAULTS["seconds"], help="of each load")
-    parser.add_argument("--short", type=int, default=DEFAULTS["short"], help="connections with short rows")
-    parser.add_argument("--long", type=int, default=DEFAULTS["long"], help="connections with long rows")
+    parser.add_argument("--only", choices=SETTINGS, help="run only this server")
+    parser.add_argument("--seconds", type=float, default=DEFAULTS["seconds"], help="duration of each load")
+    parser.add_argument("--short", type=int, default=DEFAULTS["short"], help="number of connections with short rows")
+    parser.add_argument("--long", type=int, default=DEFAULTS["long"], help="number of connections with long rows")
     options = parser.parse_args()
     wanted = [options.only] if options.only else list(SETTINGS)
     for name in wanted:

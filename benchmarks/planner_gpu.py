@@ -3,12 +3,12 @@
     python benchmarks/planner_gpu.py [--steps 4] [--sizes 135M,1B,3B] [--out FILE] [--machine FILE] [--tiny]
     python benchmarks/planner_gpu.py --again FILE [--out FILE]
 
-Calibrates the machine (`plaudit plan --calibrate`), makes Llamas of random bfloat16 weights and a tokenizer of words,
-trains each for a few steps by `plaudit train` in a process of its own, and compares with the plan for the lengths that
-came: the allocator's peak (which knows no contexts and kernels, so that the plan's reserve is left out) and the median
-step after the first. Nothing is fetched. A size that fails is told and the others go on; results are kept after each.
-`--machine` takes an earlier calibration. `--tiny` is a trial of the script itself, on any device. `--again` runs
-nothing: it plans what FILE has measured once more, with FILE's calibration and today's formulas.
+Calibrates the machine (`plaudit plan --calibrate`), creates Llamas with random bfloat16 weights and a word tokenizer,
+trains each for a few steps with `plaudit train` in a separate process, and compares with the plan for the observed
+lengths: the allocator's peak (without contexts and kernels, so the plan's reserve is excluded) and the median step
+after the first. Nothing is downloaded. A size that fails is reported and the others continue; results are saved after
+each. `--machine` takes an earlier calibration. `--tiny` tries the script itself, on any device. `--again` runs nothing:
+it plans the measurements in FILE again, with FILE's calibration and the current formulas.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEADINGS = f"{'model':6} {'step s':>8} {'planned':>8} {'':6}   {'peak GB':>8} {'
 
 
 class Failed(Exception):
-    """A command came to nothing; its last words."""
+    """A command failed; the message is the end of its output."""
 
 
 def plaudit(*words: str) -> float:
@@ -65,7 +65,7 @@ def plaudit(*words: str) -> float:
 
 
 def room_for_models() -> str | None:
-    """Where temporary files go; None for the usual place."""
+    """Directory for temporary files; None for the default."""
     roomy = MEMORY_FILES.is_dir() and shutil.disk_usage(MEMORY_FILES).free > ROOM
     return str(MEMORY_FILES) if roomy else None
 
@@ -99,7 +99,7 @@ def make_model(directory: Path, shape: tuple[Any, ...], vocabulary: int, device:
 
 
 def write_prompts(path: Path, count: int, words: int, vocabulary: int) -> None:
-    """A word is a token. The answer is one that no random model gives on purpose."""
+    """A word is a token. The answer is one that a random model does not generate."""
     chance = random.Random(1)
     with path.open("w") as file:
         for _ in range(count):
@@ -115,7 +115,7 @@ def recipe(here: Path, name: str, shape: tuple[Any, ...], options: argparse.Name
         "task": "rl", "seed": 1,
         "model": {"path": str(here / name), "dtype": "bfloat16", "device": options.device},
         "data": {"path": str(here / "prompts.jsonl"), "eval_items": 2},
-        # A random model is never right: gradients are of zeros, and as much work as any.
+        # A random model is never right, so gradients are zero, which takes as much work as any.
         "reward": {"rule": "exact", "answer": r"(w\d+)$"},
         "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
         "train": {"steps": options.steps, "prompts_per_step": prompts, "samples_per_prompt": samples, "lr": 1e-6,
@@ -152,7 +152,7 @@ def planned(here: Path, name: str, found: dict[str, Any], on_gpu: bool) -> dict[
     work = workload_of(read_recipe(here / f"{name}.toml"), Path, prompt, response)
     cut = TrainingLayout(micro_tokens=work.micro_tokens, zero=0, plain=True)
     plan = predict(work, place, "colocated", training=cut, constants=constants)
-    # The allocator counts tensors; the plan counts the process too.
+    # The allocator counts tensors; the plan also counts the process.
     beside = constants.reserve_bytes if on_gpu else 0.0
     return {
         "step": plan.step.value, "peak": plan.peak.value - beside,
@@ -202,7 +202,7 @@ def one_size(
 
 
 def plan_again(earlier: dict[str, Any], options: argparse.Namespace) -> None:
-    """The plans of a file of results, as the formulas have them now."""
+    """Plans the measurements of a results file again with the current formulas."""
     print(HEADINGS)
     with tempfile.TemporaryDirectory() as made:
         here = Path(made)
@@ -222,8 +222,8 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--machine", type=Path, help="a file of plaudit plan --calibrate on this machine")
-    parser.add_argument("--again", type=Path, help="results of an earlier run, to be planned again")
+    parser.add_argument("--machine", type=Path, help="the file written by plaudit plan --calibrate on this machine")
+    parser.add_argument("--again", type=Path, help="results of an earlier run to plan again")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "planner_gpu.json")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

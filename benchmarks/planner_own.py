@@ -3,9 +3,9 @@
     python benchmarks/planner_own.py [--steps 4]
 
 Calibrates the machine (`plaudit plan --calibrate`), makes models of three sizes, trains each for a few steps and
-compares step seconds (the median after the first) and the most memory with the plan for the lengths that came. Seconds
-are told twice, by the clock and as the processor time of the one thread: on quiet cores they are the same, and beside
-other work only the second is the run's own, which is compared. Writes benchmarks/results/planner_own.json.
+compares step seconds (the median after the first) and peak memory with the plan for the observed lengths. Seconds are
+reported twice, as wall time and as CPU time of the single thread: they agree on idle cores, and under other load only
+the CPU time belongs to the run, so the CPU time is compared. Writes benchmarks/results/planner_own.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plaudit(*words: str) -> None:
 
 
 def trained(run: Path, *words: str) -> dict[str, float]:
-    """A training run as a process, watched: its figures by the step, and the processor time between two steps."""
+    """Runs training as a process and watches it: metrics per step, and CPU time between steps."""
     process = subprocess.Popen([sys.executable, "-m", "plaudit", "train", *words, "--out", str(run)], cwd=ROOT,
                                stdout=subprocess.DEVNULL, env=ENVIRONMENT)  # fmt: skip
     spent: list[float] = []
@@ -61,13 +61,13 @@ def trained(run: Path, *words: str) -> dict[str, float]:
 
 def steps_of(run: Path) -> list[dict[str, float]]:
     path = run / "events.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be half written
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last line may be incomplete
     events = [json.loads(line) for line in lines if '"time/step"' in line]
     return [event["values"] for event in events]
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process so far, its own and the kernel's work for it."""
+    """CPU seconds of a process so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

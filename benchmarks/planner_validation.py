@@ -1,13 +1,13 @@
-"""The planner against published measurements: error by target, by metric and by group.
+"""The planner compared with published measurements: error by target, by metric and by group.
 
     python benchmarks/planner_validation.py [--csv FILE] [--folds 5] [--shipped] [--rows METRIC]
 
-Rows are split by the column `group` (system × model): constants are fitted on the other groups and tested on the ones
-held out, so that no row is predicted with constants that saw its group. A file with groups that the shipped constants
-have not seen is predicted with those, as is any file with --shipped: nothing is fitted to it. Rows with usable = 0 are
-predicted and shown as a line of their own, never scored. What cannot be planned is listed with the reason.
-Writes benchmarks/results/planner_validation.json for the default file, and its residuals into the package, where
-every plan shows those of its kind (plaudit/plan/residuals.py).
+Rows are split by the column `group` (system × model): constants are fitted on the other groups and tested on the
+held-out ones, so that no row is predicted with constants fitted on its group. A file with groups that the shipped
+constants were not fitted on is predicted with the shipped constants, as is any file with --shipped; nothing is fitted
+to it. Rows with usable = 0 are predicted and shown on a separate line, never scored. Rows that cannot be planned are
+listed with the reason. Writes benchmarks/results/planner_validation.json for the default file, and its residuals into
+the package, where every plan shows those of its kind (plaudit/plan/residuals.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Scored:
 
 
 TARGETS = (
-    # target, what is asked, the limit, how it is read from the scored rows
+    # target, description, limit, how it is computed from the scored rows
     ("step time", "median error", 0.25, lambda found: statistics.median(abs(s.error) for s in found)),
     ("TPOT, dense", "MAPE", 0.15, lambda found: statistics.fmean(abs(s.error) for s in found)),
     ("TPOT, experts", "MAPE", 0.30, lambda found: statistics.fmean(abs(s.error) for s in found)),
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=DATA)
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--shipped", action="store_true", help="predict with the package's constants, fit nothing")
+    parser.add_argument("--shipped", action="store_true", help="predict with the package's constants without fitting")
     parser.add_argument("--rows", metavar="METRIC", help="print every scored row of one metric or target")
     options = parser.parse_args()
     rows = read(options.csv)
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def write_residuals(scored: Sequence[Scored]) -> list[str]:
-    """Into the package; the lines of that file."""
+    """Writes the residuals into the package; returns the lines of that file."""
     found = sorted(astuple(r) for s in scored if (r := residual(s)) is not None)
     lines = [",".join(map(str, row)) for row in found]
     residuals.DATA.write_text("\n".join([",".join(residuals.COLUMNS), *lines]) + "\n", encoding="utf-8")
@@ -95,7 +95,7 @@ def write_residuals(scored: Sequence[Scored]) -> list[str]:
 
 
 def residual(scored: Scored) -> residuals.Residual | None:
-    """As an error of time, also where the source has a rate; None for rows that speak of no figure of a plan."""
+    """The error as one of time, also where the source reports a rate; None for rows that match no value of a plan."""
     row, found = scored.row, scored.answer
     kinds = {"step time": "step", "training": "training", "weight sync": "weights", "memory": "memory"}
     kind = kinds.get(found.target, "generation" if row["metric"] in GENERATION else "")
@@ -109,7 +109,8 @@ def residual(scored: Scored) -> residuals.Residual | None:
 
 
 def classes(row: Row) -> tuple[str, str]:
-    """Of accelerator and model; `other` where the source names one that the catalogue does not have, or none."""
+    """Classes of accelerator and model; `other` where the catalogue lacks the one in the source, or the source names
+    none."""
     named = []
     for read in (lambda: residuals.family(accelerator(gpu_name(row))), lambda: residuals.model_class(shape(row))):
         try:
@@ -159,7 +160,7 @@ def cross_validated(rows: Sequence[Row], folds: int) -> tuple[list[Scored], list
 
 
 def ordered_pairs(scored: Sequence[Scored]) -> tuple[int, int]:
-    """(pairs ordered as measured, pairs): co-located against async runs of one system and model, by step time."""
+    """(pairs ordered as measured, pairs): colocated and async runs of one system and model, by step time."""
     steps = [s for s in scored if s.row["metric"] == "step_time" and s.answer.target == "step time"]
     kinds: dict[tuple[str, str, str], tuple[list[Scored], list[Scored]]] = {}
     for s in steps:
@@ -185,8 +186,8 @@ def sheet(chip: Accelerator) -> tuple[float, ...]:
 
 
 def speedups(scored: Sequence[Scored]) -> list[float]:
-    """Planned over measured gain, minus one, of each pair of accelerators that ran the same: the faster over the
-    slower by the data sheet. Above zero the planner makes the faster chip too good."""
+    """Planned over measured speedup, minus one, for each pair of accelerators that ran the same workload: the faster
+    over the slower by data sheet. Above zero, the planner overestimates the faster chip."""
     alike: dict[tuple[str, ...], list[Scored]] = {}
     for s in scored:
         row = s.row

@@ -1,4 +1,4 @@
-"""The pictures of docs/benchmarks, one for each result file that is there; the others are named.
+"""Draws the plots of docs/benchmarks, one for each result file that exists; missing files are listed.
 
 python benchmarks/plots.py [--results DIR] [--out DIR]
 """
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
 Points = Sequence[tuple[float, float]]
 
-WIDTH, EDGE, ROW, LETTER = 640, 12, 22, 6.6  # LETTER: about the width of one, of 12 px
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+WIDTH, EDGE, ROW, LETTER = 640, 12, 22, 6.6  # LETTER: approximate width of a character at 12 px
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"
 GREY, PALE, INK = "#9ca3af", "#e5e7eb", "#1f2937"
 
@@ -39,7 +39,8 @@ OUTSIDE = ("evaluate", "checkpoint")  # of a step
 
 @dataclass(frozen=True)
 class Bar:
-    """Parts are laid end to end; marks are lines across. Both have the colour that the picture gives to their name."""
+    """Parts are stacked along the bar; marks are lines across it. Both use the colour that the plot assigns to their
+    name."""
 
     label: str
     parts: Mapping[str, float]
@@ -53,7 +54,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """whiskers: x, lower and upper end. since: where on the x axis something begins, and what."""
+    """whiskers: x, lower and upper end. since: where on the x axis an event starts, and its name."""
 
     y: str
     lines: Mapping[str, Points]
@@ -75,7 +76,7 @@ def block(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def picture(title: str, key: Mapping[str, str], thin: set[str], height: float, parts: Sequence[str]) -> str:
-    """A whole file: the title, the key and what is drawn below them."""
+    """A complete SVG file: the title, the legend and the drawing below them."""
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" '
         f'font-size="12" fill="{INK}">',
@@ -92,7 +93,7 @@ def picture(title: str, key: Mapping[str, str], thin: set[str], height: float, p
 def bars(
     title: str, panels: Mapping[str, Sequence[Bar]], key: Mapping[str, str], columns: int = 2, one_scale: bool = False
 ) -> str:
-    """A panel for each title, on a scale of its own where units differ."""
+    """One panel per title, each with its own scale where units differ."""
     every = [bar for found in panels.values() for bar in found]
     label = LETTER * max(len(bar.label) for bar in every) + 8
     text = LETTER * max(len(bar.text) for bar in every) + 8
@@ -111,7 +112,7 @@ def bars(
 
 
 def rows(found: Sequence[Bar], zero: float, top: float, scale: float, key: Mapping[str, str]) -> list[str]:
-    """Bars below each other, from x = `zero` on, `scale` pixels for each unit."""
+    """Bars below each other, starting at x = `zero`, `scale` pixels per unit."""
     parts = []
     for number, bar in enumerate(found):
         x, y = zero, top + 2 + ROW * number
@@ -127,7 +128,7 @@ def rows(found: Sequence[Bar], zero: float, top: float, scale: float, key: Mappi
 
 
 def charts(title: str, x_label: str, found: Sequence[Chart], key: Mapping[str, str], height: float = 240) -> str:
-    """Lines over one x axis, a chart above the other."""
+    """Lines over one x axis, with the charts stacked vertically."""
     longest = max(x for chart in found for points in chart.lines.values() for x, _ in points)
     parts, top, left, right = [], 62.0, 64, WIDTH - EDGE - 8
     marks = [x for x in ticks(0, longest, 8) if x <= longest]
@@ -176,7 +177,7 @@ def lines(
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`, in at most that many steps inside."""
+    """Round numbers from at or below `low` to at or above `high`, with at most that many steps between."""
     power = 10.0 ** math.floor(math.log10(max(high - low, 1e-9) / most))
     step = next(power * by for by in (1, 2, 5, 10) if (high - low) / (power * by) <= most)
     return [round(n * step, 12) for n in range(math.floor(low / step), math.ceil(high / step) + 1)]
@@ -277,7 +278,7 @@ def memory(record: Record) -> str:
 
 
 def kinds(held: Mapping[str, int]) -> dict[str, float]:
-    """GB by kind of owner, in the order in which they are laid."""
+    """GB by kind of owner, in the order in which they are stacked."""
     found = dict.fromkeys(("other", *OWNERS), 0.0)
     for owner, count in held.items():
         last = owner.split()[-1]
@@ -300,7 +301,7 @@ def channels(record: Record) -> str:
     return bars(title, panels, {"published": BLUE, "limit": GREY})
 
 
-PICTURES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by name: the result file, what draws it
+PICTURES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by plot name: the result file and the drawing function
     "core_gpu": ("core_gpu", core),
     "serving_gpu": ("serving_gpu", serving),
     "smollm2-grpo": ("smollm2-grpo", learning),

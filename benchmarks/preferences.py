@@ -1,8 +1,8 @@
-"""Preference methods on the sums world: true accuracy before and after, and what a run takes.
+"""Preference methods on the sums world: true accuracy before and after, and the duration of a run.
 
     python benchmarks/preferences.py [METHOD ...] [--seeds 1 2 3]
 
-Each run is `plaudit train sums-dpo` as a user starts it, in a process of its own: sampling the responses, their
+Each run is `plaudit train sums-dpo` as a user would start it, in a separate process: sampling the responses, their
 reference log-probs, training, both evaluations. Writes benchmarks/results/preferences.json."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from stamp import processor, stamp
 
 OUT = Path(__file__).parent / "results" / "preferences.json"
-# Where a method needs other settings than the recipe's.
+# Methods that need other settings than the recipe's.
 SETTINGS: dict[str, list[str]] = {
     "dpo": [],
     "ipo": ["algorithm.beta=0.1"],

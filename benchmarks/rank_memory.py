@@ -1,10 +1,10 @@
-"""How much host memory a rank takes to load its part of a model, beside a process that loads the whole.
+"""Host memory that a rank needs to load its shard of a model, compared with a process that loads the whole model.
 
     python benchmarks/rank_memory.py
 
-A Llama of 134M parameters in float32, in shards of 64 MB. The peak of resident memory, mapped files included, looked at
-every millisecond, above what the process had before; all weights are read once, as a forward pass does. Writes
-benchmarks/results/rank_memory.json.
+A Llama of 134M parameters in float32, in shard files of 64 MB. The figure is the peak of resident memory, mapped files
+included, sampled every millisecond, minus what the process used before; all weights are read once, as in a forward
+pass. Writes benchmarks/results/rank_memory.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(path: str, rank: int, ranks: int, stages: int) -> None:
     from plaudit.models import load_any
     from plaudit.models.part import fill, outline
 
-    load_any("sums")  # what libraries keep is there
+    load_any("sums")  # allocates the memory that libraries keep
     before, peak, over = resident_bytes(), 0, threading.Event()
 
     def watch() -> None:

@@ -1,11 +1,11 @@
-"""Samples a second of two replicas on two cores beside one replica pinned to one core.
+"""Samples per second of two replicas on two cores compared with one replica pinned to one core.
 
     python benchmarks/replicas.py [--quick]
 
 A random Llama classifier of 17 million parameters (8 layers, 384 wide, float32), items of 64 to 256 tokens, 32 clients
-that keep a request of 4 items in flight each, no cache of scores. The server's HTTP process shares the cores, as it
-does in life. A third replica is then started under the same load: it must take traffic, and no request may fail.
-Asked for: two give at least 1.6 times one. Writes benchmarks/results/replicas.json, except with --quick.
+that each keep a request of 4 items in flight, no score cache. The server's HTTP process shares the cores, as in
+production. A third replica is then started under the same load: it must receive traffic, and no request may fail.
+Target: two replicas reach at least 1.6 times one. Writes benchmarks/results/replicas.json, except with --quick.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLIENTS, ITEMS = 32, 4
 
 
 def make_model(directory: Path) -> int:
-    """The model on disk; how many parameters it has."""
+    """Saves the model to disk; returns its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -74,7 +74,7 @@ class Server:
         return sorted(psutil.Process(self.process.pid).children(), key=lambda p: p.pid)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Of each replica."""
+        """The metrics of each replica."""
         found = {}
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
             if line.startswith(name + "{"):
@@ -87,7 +87,7 @@ class Server:
 
 
 class Load:
-    """Clients that keep asking, until it is left."""
+    """Clients that send requests until the context exits."""
 
     def __init__(self, url: str) -> None:
         self.url = url

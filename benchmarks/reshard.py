@@ -1,11 +1,13 @@
-"""Weights by reshard from 2 x 2 gloo training ranks to an engine of 2 tensor ranks, against bare gloo.
+"""Weight transfer by reshard from 2 x 2 gloo training ranks to an engine of 2 tensor-parallel ranks, compared with bare
+gloo.
 
     python benchmarks/reshard.py [--quick]
 
-A Llama of 58M float32 parameters (234 MB) on one machine, every process with one thread. The limit: the same bytes
-between the same pairs of processes by gloo alone, from one buffer into another, measured in turn with the channel, so
-that a busy moment hits both. The fastest of all repetitions counts, and the median is there too. The engine's parts are
-compared bit for bit after the last publication. Writes benchmarks/results/reshard.json, except with --quick.
+A Llama of 58M float32 parameters (234 MB) on one machine, every process with one thread. The limit is the same bytes
+between the same pairs of processes by gloo alone, from one buffer into another, measured in alternation with the
+channel so that other load affects both. The fastest of all repetitions counts, and the median is reported too. The
+engine's shards are compared bit for bit after the last publication. Writes benchmarks/results/reshard.json, except with
+--quick.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ REPEATS = 12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, twice; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a small model, two repetitions; writes no results")
     quick = parser.parse_args().quick
-    os.environ["RESHARD_WIDTH"] = "256" if quick else "1024"  # read by the processes when they start
+    os.environ["RESHARD_WIDTH"] = "256" if quick else "1024"  # read by the processes at start
     from tests.place.reshard_run import running
 
     seconds, limits, load = [], [], os.getloadavg()[0]
     with running((2, 2), 2) as (training, _):
-        training.ask(version=1, seed=1, engines=[0])  # the first one meets and plans
+        training.ask(version=1, seed=1, engines=[0])  # the first publication connects and plans
         training.ask(bare=True, engine=0)
         for version in range(2, 2 + (2 if quick else REPEATS)):
             bare = training.ask(bare=True, engine=0)

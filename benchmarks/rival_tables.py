@@ -1,9 +1,9 @@
-"""The tables of README and docs/ that show a rival's figures, made of the files in benchmarks/results.
+"""Writes the tables of README and docs/ that show rivals' figures, from the files in benchmarks/results.
 
     python benchmarks/rival_tables.py [--write]
 
-Prints them; with --write they take the place of those in their pages that have the same first row. Under each stands
-its source: result file, script, date, commit and machine, and version and settings of the rivals that ran.
+Prints them; with --write they replace the tables in their pages that have the same first row. Under each table is its
+source: result file, script, date, commit and machine, and version and settings of the rivals that ran.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def percent(share: float) -> str:
 
 
 def core_gpu(record: Record) -> str:
-    works = {  # what it is, target, aim
+    works = {  # description, target, aim
         "score 1B": ("score 1B: 256 sequences, lognormal(6.2, 0.6) ≤ 4000", "450", "520"),
         "groups 1B": ("score 1B: 32 prompts of 1024 × 16 responses", "520", "620"),
         "generate 1B": ("generate 1B: 1024 × (128 → 256), temperature 1, log-probs", "100,000", "130,000"),
@@ -86,7 +86,7 @@ def search_vs_vllm(record: Record) -> str:
 
 
 def serving(record: Record) -> str:
-    """Each server by its fastest setting; PyTriton without a model by itself."""
+    """Each server with its fastest setting; PyTriton without a model is listed separately."""
     heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "target")
     loads = {
         "ragged": "64 clients, one sequence of 40–400 tokens each",
@@ -153,7 +153,7 @@ def serving_gpu(record: Record) -> str:
 
 
 def nemo_load(record: Record) -> str:
-    """PyTriton with the best of its settings in each figure."""
+    """PyTriton with the best of its settings for each figure."""
     loads = {
         "short alone": "120 short (16–64 tokens) alone",
         "short": "120 short while 8 long (700–1,000) run",
@@ -269,7 +269,7 @@ def experts_gpu(record: Record) -> str:
 
 
 def decode_gpu(record: Record) -> str:
-    """vLLM's figures are those of vllm_gpu.json, of the same card on another day."""
+    """vLLM's figures come from vllm_gpu.json, measured on the same card on another day."""
     rival = read("vllm_gpu.json")
     theirs = {(x["shape"], x["work"]): x["tokens/s"] for x in rival["rows"] if x["engine"] == "vllm"}
     rows = []
@@ -310,7 +310,7 @@ def encoders(record: Record) -> str:
 
 
 def front() -> str:
-    """README's four numbers."""
+    """The four figures of the README."""
     seeds = [seed["heldout"] for seed in read("smollm2-grpo.json")["seeds"].values()]
     before, after = (sum(curve[at][2] for curve in seeds) / len(seeds) for at in (0, -1))
     seconds = max(curve[-1][1] for curve in seeds)
@@ -334,7 +334,7 @@ def front() -> str:
     return table(("measured", "with"), rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and part: the page, what makes the table
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and part: page, table function
     "arrival_rates": ("benchmarks/serving.md", arrival_rates),
     "attacks": ("benchmarks/serving.md", attacks),
     "experts_gpu layer": ("benchmarks/core.md", experts_gpu),
@@ -367,7 +367,7 @@ def source(name: str, record: Record) -> str:
 
 
 def put(page: str, new: str) -> str:
-    """The page with this table and its source line in place of those under the same first row."""
+    """Replaces the table with the same first row, and its source line, in the page."""
     lines, head = page.splitlines(keepends=True), new.splitlines(keepends=True)[0]
     if lines.count(head) != 1:
         raise SystemExit(f"no page with just one table that begins {head.strip()}: put that row in where it belongs")
@@ -380,7 +380,7 @@ def put(page: str, new: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page with the tables that its result files give."""
+    """Every page, updated with the tables from its result files."""
     made: dict[Path, str] = {}
     for name, (page, make) in TABLES.items():
         record, path = read(f"{name.partition(' ')[0]}.json"), DOCS / page

@@ -1,13 +1,14 @@
-"""RL training beside TRL's GRPOTrainer, in one run on one machine, each with both of its thread counts.
+"""RL training compared with TRL's GRPOTrainer, in one run on one machine, each with both thread counts.
 
     python benchmarks/rl_vs_trl.py [--quick] [--only throughput|accuracy] [--seeds 3]
 
-    throughput  a random Llama of 6.9M parameters (6 layers, 256 wide, vocabulary 8,192) with a rule that tells its
-                samples apart: 8 prompts × 8 samples of 32 tokens a step; the median step after warm-up
-    accuracy    sums-policy on the sums world, 64 prompts × 8 samples of at most 96 tokens a step: seconds until the
-                held-out accuracy, measured every few steps by one code for both and off the clock, is reached
-Prompts, rule, GRPO's loss (no KL), AdamW, rate, betas and clipping are the same for both. TRL generates with
-transformers, its own way on a CPU. One trainer runs at a time, in a process of its own; of 1 and 2 threads the better
+    throughput  a random Llama of 6.9M parameters (6 layers, 256 wide, vocabulary 8,192) with a rule that gives its
+                samples different rewards: 8 prompts × 8 samples of 32 tokens per step; the median step after warm-up
+    accuracy    sums-policy on the sums world, 64 prompts × 8 samples of at most 96 tokens per step: seconds until the
+                held-out accuracy is reached, which the same code measures for both every few steps, outside the timed
+                region
+Prompts, rule, GRPO's loss (no KL), AdamW, learning rate, betas and clipping are the same for both. TRL generates with
+transformers, its default on a CPU. One trainer runs at a time, in a separate process; the better of 1 and 2 threads
 counts. Writes benchmarks/results/rl_vs_trl.json, unless only a part was run.
 """
 
@@ -81,7 +82,7 @@ def save_llama(directory: Path) -> None:
 
 
 class Watch:
-    """What a run shows, kept; evaluation stops the clock."""
+    """Records a run's metrics; evaluation stops the clock."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         from rivals.sums_accuracy import SumsAccuracy
@@ -121,11 +122,11 @@ class Watch:
 
 
 class Reached(Exception):
-    """The accuracy that was asked for."""
+    """Raised when the target accuracy is reached."""
 
 
 def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
-    """Inside a process of its own."""
+    """Runs in a separate process."""
     from plaudit.config import RlRecipe, parse_recipe
     from plaudit.rl.loop import RlTraining
     from plaudit.train.run.run import Run
@@ -161,7 +162,7 @@ def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(command: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer, started with its work as JSON, prints last."""
+    """Starts a trainer with its work as JSON and returns the last line it prints."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(given["threads"]), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
@@ -261,9 +262,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a few steps as a smoke test; writes no results")
     parser.add_argument("--only", choices=["throughput", "accuracy"])
-    parser.add_argument("--seeds", type=int, default=3, help="of the accuracy part")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of the accuracy part")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

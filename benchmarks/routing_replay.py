@@ -1,10 +1,10 @@
-"""Routing replay of a small random mixture on a CPU: how far engine and learner are apart without and with it, and
-what recording and replaying cost.
+"""Routing replay of a small random mixture on a CPU: how much engine and learner differ without and with it, and the
+cost of recording and replaying.
 
     python benchmarks/routing_replay.py [--dtype bfloat16] [--seeds 3]
 
-A Qwen3-MoE of six layers, 32 experts of which a token takes four; 8 prompts of 32 tokens, 2 samples of 48 each, one
-thread. In float32 nothing differs, and the CPU seconds of generation and of an update's passes are printed too.
+A Qwen3-MoE of six layers, 32 experts with four per token; 8 prompts of 32 tokens, 2 samples of 48 each, one thread. In
+float32 nothing differs, and the CPU seconds of generation and of an update's passes are printed too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def engine_of(module: Any, record: bool) -> Engine:
 
 def drawn(engine: Engine, seed: int) -> list[Sample]:
     prompts = torch.randint(3, 512, (8, 32), generator=torch.Generator().manual_seed(seed)).tolist()
-    engine.new_version()  # nothing of an earlier call counts
+    engine.new_version()  # no cached state of an earlier call
     return engine.generate(prompts, SamplingParams(n=2, max_tokens=48, seed=seed))
 
 
 def learner(module: Any, samples: list[Sample], routing: Routing | None) -> tuple[torch.Tensor, float | None]:
-    """Log-probs of the response tokens, and the share of other choices."""
+    """Log-probs of the response tokens, and the share of tokens routed to other experts."""
     decoder = inspect(module)
     use_packed_attention(module)
     responses = pack_responses(samples, decoder.device, routing)

@@ -1,18 +1,18 @@
-"""Accuracy against budget of every search method, paired, on the hard split of the embedded world.
+"""Accuracy against budget for every search method, paired, on the hard split of the embedded world.
 
     python benchmarks/search.py [--part main|variants|time] [--questions 2000] [--widths 4 16 64] [--minutes 12]
                                 [--processes 16] [--rows DIR] [--shard 0/4] [--merge]
 
-Steps are drawn by (seed, question, path), so that every method is searched on the same trees. A step that one method
-has drawn and scored is therefore the same for the next: they are remembered for a question, which changes no figure but
-the time. A few questions at a time, all methods and widths; when the minutes are over the figures are of the questions
-done, and with --rows DIR the next run goes on from there. Rows of several shards are put together by being in one
-directory; --merge makes the figures of them all.
+Steps are drawn by (seed, question, path), so every method searches the same trees. A step that one method has drawn and
+scored is therefore the same for the next: results are cached per question, which changes no figure except the time. All
+methods and widths run on a few questions at a time; when the minutes are used up, the figures cover the questions
+completed so far, and with --rows DIR the next run continues from there. Rows of several shards are combined by writing
+them to one directory; --merge computes the figures of all of them.
 
 main      all methods at all widths, with 95 % intervals; differences to REBASE in pairs with their standard errors; the
-          last three rows are the variants that were best on other questions
-variants  what was tried past ETS, to be run on questions of another seed (--seed 2)
-time      milliseconds of the programme and of clustering per level, at widths 16, 64, 256, beside HiGHS alone
+          last three rows are the variants that performed best on other questions
+variants  variants tried in addition to ETS, to be run on questions of another seed (--seed 2)
+time      milliseconds of the integer program and of clustering per level, at widths 16, 64, 256, and of HiGHS alone
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Remembering:
-    """A policy and a scorer in one, which ask each thing once."""
+    """A policy and a scorer in one, which cache every result."""
 
     def __init__(self, policy: Any, scorer: Any) -> None:
         self.policy, self.scorer = policy, scorer
@@ -93,7 +93,7 @@ class Remembering:
         return [self.scores[path] for path in paths]
 
     def release(self, *_: Any, **__: Any) -> None:
-        """Other methods may want it."""
+        """Other methods may still need it."""
 
     def close(self) -> None:
         pass
@@ -111,13 +111,13 @@ def with_rule(driver: Any, rule: Any) -> Any:
 
 
 class Worker:
-    """The models, opened once in a process; every method is searched on what the others have drawn."""
+    """The models, opened once per process; every method reuses what the others have drawn."""
 
     def __init__(self, table: dict[str, dict[str, Any]], widths: Sequence[int], seed: int, until: float) -> None:
         from plaudit.config.search import load_search
         from plaudit.search.search import Search
 
-        # Many processes: a GPU, where there is one, is left alone.
+        # Many processes: do not use a GPU even where there is one.
         overrides = {"data.limit": 1, "search.width": 4, "model.device": "cpu", "prm.device": "cpu"}
         self.base = load_search(None, overrides, [f"seed={seed}", "lanes=1", "threads=1"])
         self.first = Search(self.base)
@@ -125,7 +125,7 @@ class Worker:
         self.table, self.widths, self.until = table, sorted(widths, reverse=True), until
 
     def work(self, batch: Sequence[Any], known: set[Any]) -> list[dict[str, Any]]:
-        """What is not known of these questions, by every width and method; nothing when the time is over."""
+        """Rows still missing for these questions, for every width and method; none when the time is used up."""
         if time.time() > self.until:
             return []
         found = []
@@ -171,7 +171,7 @@ def work(task: tuple[Sequence[Any], set[Any]]) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: float) -> list[dict[str, Any]]:
-    """All rows: those that were kept, and those of this shard's questions that the minutes allowed."""
+    """All rows: those on disk, and those of this shard's questions that could be measured in the given minutes."""
     from plaudit.config.search import load_search
     from plaudit.models import load_tokenizer, resolve
     from plaudit.search.questions.questions import open_questions
@@ -200,14 +200,14 @@ def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: f
 
 
 def kept_rows(rows: Path | None) -> list[dict[str, Any]]:
-    """What earlier runs and other shards have done. A last line that was cut short is measured again."""
+    """Rows of earlier runs and other shards. An incomplete last line is measured again."""
     files = sorted(rows.glob("*.jsonl")) if rows is not None else []
     lines = [line for file in files for line in file.read_text().splitlines()]
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """0/4 is the first of four."""
+    """0/4 is the first of four shards."""
     shard, shards = (int(part) for part in text.split("/"))
     if not 0 <= shard < shards:
         raise ValueError(text)
@@ -255,7 +255,7 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def timing() -> list[dict[str, Any]]:
-    """Programmes as real searches pose them, and clusters of as many steps as there are leaves."""
+    """Integer programs as real searches pose them, and clusterings of as many steps as there are leaves."""
     import numpy as np
 
     import plaudit.search.rules.ets as rule
@@ -314,12 +314,12 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--widths", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--processes", type=int, default=2, help="Each with one thread.")
-    parser.add_argument("--shard", type=shard_of, default=(0, 1), help="I/N: only every N-th question, from the I-th.")
-    parser.add_argument("--merge", action="store_true", help="Measure nothing: the figures of the rows that are there.")
+    parser.add_argument("--processes", type=int, default=2, help="Number of processes, each with one thread.")
+    parser.add_argument("--shard", type=shard_of, default=(0, 1), help="I/N: every N-th question, from the I-th.")
+    parser.add_argument("--merge", action="store_true", help="Report existing rows without measuring.")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=Path, help="A directory: keep what was measured, go on from there.")
+    parser.add_argument("--rows", type=Path, help="Directory for measured rows; a run continues from the rows in it.")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -1,17 +1,18 @@
-"""What budgets of tokens, KV and seconds do together, and what a lead saves: every subset of them at equal limits.
+"""Effect of combined budgets of tokens, KV and seconds, and of stopping at a sufficient lead: every subset at equal
+limits.
 
     python benchmarks/search_budgets.py [--questions 1000] [--minutes 15] [--processes 2]
 
 The task is that of `search_world.py`, whose policy is a table and whose process model has a given AUC; questions need
-4, 8, 12, 16 or 24 steps, so that equal limits reach the long ones first. A limit is a share of what best-of-n of that
-width takes on the mean question without limits, the same for all methods of the width. Seconds are model time and no
-clock's: ROUND for each round (its decoding steps, one after the other) and STEP for each step of a path (the host's).
+4, 8, 12, 16 or 24 steps, so equal limits reach the long ones first. A limit is a share of what best-of-n of that
+width uses on the mean question without limits, the same for all methods of the width. Seconds are modelled, not
+measured: ROUND for each round (its decoding steps, one after the other) and STEP for each step of a path (the host's).
 
-A budget only ends a search, and what came before is the same without it. So every question is searched once for a
-method and a width, what it has cost and would answer is noted before every round, and each subset of limits is read off
-that; some questions are searched again under real `[budget]` tables, and must end as was read off. Written to
-benchmarks/results/search-budgets.json after every method and width, from where the next run goes on;
-`search_tables.py --write` puts it into docs/benchmarks/search.md.
+A budget only ends a search; everything before that is the same without it. So every question is searched once per
+method and width, its cost and current answer are recorded before every round, and the result of each subset of limits
+is derived from that record; some questions are searched again under real `[budget]` tables and must end at the derived
+point. Written to benchmarks/results/search-budgets.json after every method and width; the next run continues from
+there. `search_tables.py --write` puts it into docs/benchmarks/search.md.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "ets": {"method": "ets", "clusters": "text"},
 }
 LIMITED = (16, 64)
-WIDTHS = (*LIMITED, 4, 8, 32)  # the others without limits, as the other way to spend less
+WIDTHS = (*LIMITED, 4, 8, 32)  # the others without limits, as the alternative way to spend less
 LIMITS = ("generated", "kv_tokens", "seconds")
 SHARES = (0.5, 1.0, 1.5, 2.0)
 LEADS = (False, True, 0.95)
 ROUND, STEP = 0.020, 0.0002  # seconds: ten decoding steps of 2 ms; the host's 195 microseconds measured on an H200
-CHECKED = 5  # questions, one of each depth, that are searched again under real tables
+CHECKED = 5  # number of questions, one of each depth, that are searched again under real tables
 
 
 def model_time(costs: Costs) -> float:
@@ -60,8 +61,8 @@ def model_time(costs: Costs) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a search stands before a round: what it has cost, whether it would answer rightly, and whether the lead is
-    that of the vote for certain (1) or with 0.95 (0.95)."""
+    """State of a search before a round: its cost, whether its answer would be right, and whether the lead of the vote
+    is certain (1) or has probability 0.95 (0.95)."""
 
     generated: int
     kv_tokens: int
@@ -80,9 +81,9 @@ def rule(method: str, width: int) -> SearchRuleTable:
 
 
 def points(method: str, width: int, question: int) -> list[Point]:
-    """Of a whole search, without limits."""
+    """The points of a whole search without limits."""
     found: list[Point] = []
-    known: dict[int, tuple[bool, bool]] = {}  # by how many have answered
+    known: dict[int, tuple[bool, bool]] = {}  # by number of finished paths
 
     def note(driver: Driver) -> None:
         answers, costs = driver.answers(), driver.costs
@@ -97,7 +98,7 @@ def points(method: str, width: int, question: int) -> list[Point]:
 
 
 def ended(path: Sequence[Point], limits: dict[str, float], lead: bool | float) -> Point:
-    """Where a search with these limits ends, as `Driver` decides it."""
+    """The point at which a search with these limits ends, by the rule of `Driver`."""
     for point in path:
         if any(getattr(point, name) >= limit for name, limit in limits.items()):
             return point
@@ -107,7 +108,7 @@ def ended(path: Sequence[Point], limits: dict[str, float], lead: bool | float) -
 
 
 def check(method: str, width: int, question: int, path: Sequence[Point], limits: dict[str, float]) -> None:
-    """A real search under these limits ends there too."""
+    """Checks that a real search under these limits ends at the same point."""
     for size, lead in itertools.product(range(1, 4), LEADS):
         for names in itertools.combinations(LIMITS, size):
             own = {name: limits[name] for name in names}
@@ -120,7 +121,7 @@ def check(method: str, width: int, question: int, path: Sequence[Point], limits:
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """A mean and half of its 95 % interval."""
+    """A mean and half the width of its 95 % interval."""
     return fmean(values), 1.96 * (stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0)
 
 
@@ -138,7 +139,7 @@ def line(paths: Sequence[Sequence[Point]], limits: dict[str, float], lead: bool 
 
 
 def measured(pool: Any, method: str, width: int, questions: int, whole: dict[str, float] | None) -> dict[str, Any]:
-    """`whole`: what best-of-n of this width takes without limits."""
+    """`whole`: the cost of best-of-n of this width without limits."""
     paths = pool.map(partial(points, method, width), range(questions), chunksize=5)
     lines = [{"share": None, **line(paths, {}, lead)} for lead in LEADS]
     whole = whole or {name: lines[0][name] for name in LIMITS}

@@ -1,10 +1,10 @@
-"""Two tasks of many steps, each of which can be checked exactly; for policies that learn them from nothing.
+"""Two tasks of many steps, each of which can be checked exactly; for policies trained from scratch.
 
-chain      additions, subtractions and multiplications in a row, modulo 100. Whoever demonstrates it has habits: with
-           some carries, borrows and sevens he is mostly off by eleven, so that a policy is wrong in the same places
-           again and again, and a vote repeats the mistake. The answer is right or wrong.
-           73a+84b-90=   a73+84=58;b58-90=67;#67   (37 + 48 - 9: units come first, which is soon learned)
-countdown  numbers of which some must be taken, in order, to come to a target. The arithmetic is easy and the choice is
+chain      additions, subtractions and multiplications in a row, modulo 100. The demonstrations contain systematic
+           mistakes: with some carries, borrows and sevens the result is mostly off by eleven, so a policy repeats the
+           same mistakes, and so does a vote. The answer is right or wrong.
+           73a+84b-90=   a73+84=58;b58-90=67;#67   (37 + 48 - 9: units come first, which is quickly learned)
+countdown  numbers of which some must be used, in order, to reach a target. The arithmetic is easy and the choice is
            not: a step is right while the target can still be reached. A path is right if it reaches it.
            a12b7c33?45=  a+12=12;b=12;c+33=45;#45
 """
@@ -23,12 +23,13 @@ SLIP = 0.01  # chance of any other result
 
 
 class Chain:
-    """level: how many operations. By 3, 7 and 9 a product modulo 100 can be undone: no mistake is lost on the way."""
+    """level: number of operations. Multiplication by 3, 7 and 9 modulo 100 is invertible, so no mistake disappears on
+    the way."""
 
     name = "chain"
     levels = (8, 10, 12, 16)
-    lessons = (1, 2, 3, 4, 6, *levels)  # short ones teach the arithmetic soon
-    habit = 0.7  # chance of the habitual mistake where there is one
+    lessons = (1, 2, 3, 4, 6, *levels)  # short ones teach the arithmetic quickly
+    habit = 0.7  # chance of the habitual mistake where it is possible
     step_tokens = 10
 
     def steps(self, level: int) -> int:
@@ -38,7 +39,7 @@ class Chain:
         return self.draw(rng, rng.choice(self.lessons))
 
     def draw(self, rng: random.Random, level: int) -> tuple[str, str]:
-        """A question, and a demonstration as the demonstrator writes it."""
+        """Draws a question and a demonstration of it."""
         value = rng.randrange(100)
         prompt, lines = _digits(value), []
         for letter in LETTERS[:level]:
@@ -55,7 +56,7 @@ class Chain:
         return prompt + "=", "".join([*lines, f"#{_digits(value)}"])
 
     def habitual(self, value: int, sign: str, operand: int) -> int | None:
-        """What the demonstrator is used to write instead, in about one of six steps."""
+        """The habitual mistake in place of the result, in about one of six steps."""
         last = operand % 10
         carried = sign == "+" and last in (6, 7) and value % 10 + last >= 10
         borrowed = sign == "-" and last in (8, 9) and value % 10 < last
@@ -64,7 +65,7 @@ class Chain:
         )
 
     def labels(self, prompt: str, steps: Sequence[str]) -> list[bool]:
-        """Of each step whether everything up to it is right."""
+        """For each step, whether everything up to it is right."""
         value, operations = self.parsed(prompt)
         right, marks = True, []
         for at, step in enumerate(steps):
@@ -90,7 +91,7 @@ class Chain:
 
 
 class Countdown:
-    """level: the largest number there may be; there are twelve."""
+    """level: the largest number allowed; a question has twelve numbers."""
 
     name = "countdown"
     levels = (5, 9, 15, 25, 40, 60, 99)
@@ -117,7 +118,7 @@ class Countdown:
     def labels(self, prompt: str, steps: Sequence[str]) -> list[bool]:
         numbers = [int(number) for number in re.findall(r"[a-x](\d+)", prompt)]
         target = int(re.search(r"\?(\d+)", prompt).group(1))  # type: ignore[union-attr]
-        reach = [1]  # of each number of last numbers, bit by bit, the sums that they can make
+        reach = [1]  # for each suffix length, a bit set of the sums it can make
         for number in reversed(numbers):
             reach.append(reach[-1] | reach[-1] << number)
         value, right, marks = 0, True, []
@@ -142,7 +143,7 @@ GROUNDS: dict[str, Ground] = {"chain": Chain(), "countdown": Countdown()}
 
 
 def questions(ground: Ground, level: int, count: int, part: str) -> list[str]:
-    """Prompts of one level; those of one part are none of another's, but by chance, which is one in billions."""
+    """Prompts of one level. Different parts share a prompt only by chance, about one in billions."""
     rng = random.Random(f"{ground.name} {level} {part}")
     return [ground.draw(rng, level)[0] for _ in range(count)]
 
@@ -154,7 +155,7 @@ def demonstrations(ground: Ground, count: int) -> list[dict[str, str]]:
 
 
 def split(response: str) -> list[str]:
-    """A response's steps, each with what ends it."""
+    """Splits a response into steps, each with its terminator."""
     return re.findall(r"[^;]*;|[^;]+$", response)
 
 
@@ -167,7 +168,7 @@ def _applied(value: int, sign: str, operand: int) -> int:
 
 
 def new_tokenizer() -> Any:
-    """A character, a token."""
+    """A tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 

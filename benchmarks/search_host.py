@@ -1,14 +1,14 @@
-"""What the host does for one step of one path while trees are searched: microseconds by phase, the models left out.
+"""Host time for one step of one path in a tree search: microseconds by phase, without the models.
 
     python benchmarks/search_host.py [--method rebase] [--width 64] [--questions 8] [--runs 3] [--name after]
 
-On a GPU the models of a small policy take less than the host, and what the host does is the same on any device: so it
-is measured here with models of two layers on a CPU, whose time is counted apart. They are trained for a minute on the
-task of benchmarks/search_policy_gpu.py, so that steps have its length; the CPU engine gets the block, batch and window
-sizes of the CUDA back end, so that it is asked as often as a GPU's. `digest` is that of all trees, with every token and
-every bit of a score: what changes the host's work must leave it as it is. `calls` are those of Python and C functions
-outside the models, which do not depend on what else the machine does, as times do: of these the fastest run counts.
---work keeps the models; --name says under what name the figures are kept in benchmarks/results/search_host.json.
+On a GPU the models of a small policy take less time than the host, and the host's work is the same on any device: so it
+is measured here with two-layer models on a CPU, whose time is counted separately. They are trained for a minute on the
+task of benchmarks/search_policy_gpu.py, so that steps have its length; the CPU engine uses the block, batch and window
+sizes of the CUDA back end, so that it is called as often as a GPU's. `digest` covers all trees, with every token and
+every bit of a score: a change of the host's work must not change it. `calls` counts Python and C function calls outside
+the models, which, unlike times, do not depend on other load on the machine; of the times the fastest run counts. --work
+keeps the models; --name is the key of the figures in benchmarks/results/search_host.json.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from types import SimpleNamespace
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "search_host.json"
-ENGINE = {"budget": 32768, "max_running": 1024, "look_every": 32}  # the CUDA back end's, but for its window of 256
+ENGINE = {"budget": 32768, "max_running": 1024, "look_every": 32}  # the CUDA back end's, except for its window of 256
 BLOCK = 64
 
 
 class Clock:
-    """Seconds of this process by phase; what is called inside another phase counts for itself alone."""
+    """CPU seconds of this process by phase; a nested phase is counted only for itself."""
 
     def __init__(self) -> None:
         self.stack = ["rest"]
-        self.profile: cProfile.Profile | None = None  # of all but the models
+        self.profile: cProfile.Profile | None = None  # of everything except the models
         self.since = time.process_time()
         self.reset()
 
@@ -65,7 +65,7 @@ class Clock:
             self.profile.enable()
 
     def of(self, owner: Any, name: str, phase: str) -> None:
-        """From now on this function's time is the phase's."""
+        """Counts this function's time for the phase from now on."""
         inner: Callable[..., Any] = getattr(owner, name)
 
         @wraps(inner)
@@ -79,7 +79,7 @@ class Clock:
         setattr(owner, name, timed)
 
     def each(self, owner: Any, name: str, phase: str) -> None:
-        """The same for a function that gives its results one by one."""
+        """Same for a generator function."""
         inner: Callable[..., Iterator[Any]] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def models(work: Path, device: str = "cpu") -> dict[str, Any]:
 
 
 def opened(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The search's recipe, its policy and its scorer."""
+    """Opens the search recipe, its policy and its scorer."""
     from search_policy_cells import Searcher, Setup
 
     from plaudit.core import Engine
@@ -193,7 +193,7 @@ def once(args: argparse.Namespace, clock: Clock, searcher: Any, recipe: Any, sco
 
 
 def profiled(clock: Clock, work: Callable[[], dict[str, Any]], top: int) -> float:
-    """Calls a step outside the models."""
+    """Calls per step outside the models."""
     clock.profile = profile = cProfile.Profile()
     profile.enable()
     steps = work()["steps"]
@@ -212,8 +212,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--name", help="Under which the figures are kept.")
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="Print so much of a profile.")
+    parser.add_argument("--name", help="Key of the figures in the results file.")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="Number of profile lines to print.")
     parser.add_argument("--work", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")) / "search-host")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

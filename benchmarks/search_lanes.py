@@ -1,15 +1,15 @@
-"""What it is worth that questions, or the paths of one question, do not wait for each other.
+"""Speedup when questions, or the paths of one question, do not wait for each other.
 
     python benchmarks/search_lanes.py [--questions 32] [--width 16] [--token-ms 10] [--score-ms 20]
 
-The search is real, the time of the models is not: a step takes so many milliseconds a token whatever else is asked for,
-as of a GPU or a server that is not full, and a call for scores takes its own. Steps of the sums world are of nearly one
-length; with a spread their durations are stretched by a lognormal factor, as prose would be. What is searched is
-drawn and scored beforehand, and every run must find the same.
+The search is real, the time of the models is simulated: a step takes a fixed number of milliseconds per token
+regardless of load, as on a GPU or server with spare capacity, and a scoring call takes its own time. Steps of the sums
+world have nearly the same length; with a spread, their durations are multiplied by a lognormal factor, as prose would
+have. Everything the search needs is drawn and scored beforehand, and every run must give the same result.
 
-lanes    groups of questions that do not wait for each other (1: all steps of a round are waited for)
-bound    what could be had if besides every path of a question went on alone, which only best-of-n and, subtree by
-         subtree, DVTS could use
+lanes    groups of questions that do not wait for each other (1: a round waits for all its steps)
+bound    the gain if, in addition, every path of a question continued independently, which only best-of-n and, subtree
+         by subtree, DVTS could use
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUT = Path(__file__).parent / "results" / "search-lanes.json"
 
 
 class Timed:
-    """Answers what is remembered, after the time that it takes."""
+    """Returns cached results after the simulated time."""
 
     computed = 0
 
@@ -46,7 +46,7 @@ class Timed:
         self._lock = threading.Lock()
 
     def seconds(self, seed: int, i: int, tokens: int) -> float:
-        """Of the i-th step that is drawn by this seed."""
+        """Seconds of the i-th step drawn with this seed."""
         return self.token * tokens * math.exp(random.Random(f"{seed} {i}").gauss(0, self.spread))
 
     def extend(self, requests: Sequence[Any]) -> list[list[Any]]:
@@ -80,7 +80,7 @@ def searched(recipe: Any, models: Any, tokenizer: Any) -> tuple[float, list[Any]
 
 
 def bound(outcomes: Sequence[Any], models: Timed, recipe: Any) -> float:
-    """The longest path of each question decides its time; a question begins when another has ended."""
+    """The longest path of each question sets its time; a question starts when another has finished."""
     places = [0.0] * recipe.concurrent
     for outcome in outcomes:
         tree, ends, children = outcome.tree, {0: 0.0}, Counter[int]()

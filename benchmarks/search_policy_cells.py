@@ -1,4 +1,4 @@
-"""Searches of benchmarks/search_policy_gpu.py: the pool that best-of-n is taken from, trees, and what they cost."""
+"""Searches of benchmarks/search_policy_gpu.py: the pool from which best-of-n is drawn, trees, and their cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process needs to search: made by the training part, the same in all."""
+    """Everything a process needs to search: created by the training part, the same in all."""
 
     directory: Path
     policy: str
@@ -53,7 +53,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`method` is a tree's, or "pool"; `prm` is "steps" (learned from exact labels), "values" (from completions) or
+    """`method` is a tree method, or "pool"; `prm` is "steps" (trained on exact labels), "values" (on completions) or
     "labels" (the exact labels themselves)."""
 
     method: str
@@ -64,7 +64,7 @@ class Task:
 
 
 class Labels:
-    """Exact step labels in place of a process model."""
+    """Exact step labels instead of a process model."""
 
     whole = False
     computed = 0
@@ -76,10 +76,10 @@ class Labels:
         return [Scored(float(self.ground.labels(str(path.prompt), path.steps)[-1])) for path in paths]
 
     def release(self, places: Any) -> None:
-        """Nothing was kept."""
+        """Nothing to release."""
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Nothing to close."""
 
 
 class Searcher:
@@ -120,7 +120,7 @@ class Searcher:
         return self.pool(task) if task.method == "pool" else self.tree(task)[0]
 
     def tree(self, task: Task, lanes: int = 1) -> tuple[list[Row], dict[str, float]]:
-        """A row for every question, and seconds: of all, and of each phase."""
+        """A row per question, and seconds: in total and by phase."""
         recipe = self.recipe(task.method, task.width, lanes)
         policy = CorePolicy(self.engine, recipe.steps)
         search = Search(recipe, policy=policy, scorer=self.scorer(task.prm), tokenizer=self.engine.tokenizer)
@@ -129,7 +129,7 @@ class Searcher:
         spent = {"all": time.perf_counter() - began, **search.phases}
         for engine in (self.engine, getattr(search.scorer, "engine", None)):
             if engine is not None:
-                engine.new_version()  # no cell finds what another has computed
+                engine.new_version()  # no cell reuses another's cache
         return rows, spent
 
     def row(self, task: Task, outcome: Outcome) -> Row:
@@ -150,7 +150,7 @@ class Searcher:
         return self.engine.generate([list(each.prompt_ids) for each in prompts], params)
 
     def pool(self, task: Task) -> list[Row]:
-        """Whole responses, generated at once and scored once by each process model."""
+        """Whole responses, generated in one call and scored once by each process model."""
         chosen = self.questions[task.first : task.last]
         samples = self.sampled(chosen, task.width)
         texts = [sample.text for sample in samples]
@@ -176,7 +176,7 @@ class Searcher:
         return rows
 
     def judged(self, chosen: Sequence[Question], samples: Sequence[Any], prm: str) -> list[float]:
-        """The last step's score of each response; 0 where it is empty. What is there twice is read once."""
+        """The last step's score of each response; 0 where it is empty. Duplicates are scored once."""
         scorer, keys = self.scorer(prm), [(chosen[s.group].text, s.text) for s in samples]
         once = [key for key in dict.fromkeys(keys) if key[1]]
         paths = [ScoredPath(prompt, tuple(split(text))) for prompt, text in once]
@@ -189,7 +189,7 @@ class Searcher:
 
 
 def whole_scores(scorer: LocalScorer, paths: Sequence[ScoredPath]) -> list[float]:
-    """Responses that nothing will be added to: packed, without a cache, which is the fastest way to read them."""
+    """Scores complete responses: packed and without a cache, which is the fastest way."""
     items = items_of(paths)
     scorer.reading.prerender(items)
     works = [replace(work, positions=work.positions[-1:], steps=1) for work in map(scorer.reading.prepare, items)]
@@ -200,9 +200,9 @@ def whole_scores(scorer: LocalScorer, paths: Sequence[ScoredPath]) -> list[float
 
 
 def shared(paths: Sequence[Sequence[str]], prompt: int) -> int:
-    """KV tokens of these paths by the measure of a search: at every level, those of distinct beginnings of the paths
-    that are open there."""
-    total = prompt  # the first level is the prompt alone
+    """KV tokens shared by these paths, counted as a search does: at every level, those of distinct prefixes of the
+    paths that are open there."""
+    total = prompt  # the first level has only the prompt
     deepest = max(map(len, paths))
     for depth in range(1, deepest):
         live = [path for path in paths if len(path) > depth]

@@ -1,20 +1,21 @@
-"""Does a tree pay with a real policy? Trees against best-of-n at the same tokens and the same wall time, on one GPU.
+"""Is tree search worth it with a real policy? Trees against best-of-n at equal tokens and equal wall time, on one GPU.
 
     python benchmarks/search_policy_gpu.py [--ground chain|countdown] [--seconds 300] [--processes 8] [--tiny]
 
-A Llama of 18 million parameters learns a task of many checkable steps from nothing (benchmarks/search_grounds.py), and
-the level at which it is right about 15 % of the time is searched. One process model of its size learns the exact labels
-of its responses' steps, another how often completions of theirs come out right. Then
+A Llama of 18 million parameters is trained from scratch on a task of many checkable steps
+(benchmarks/search_grounds.py), and the level at which it is right about 15 % of the time is searched. One process model
+of its size is trained on the exact labels of its responses' steps, another on how often completions from those steps
+are right. Then
 
     timed    alone on the GPU: plain generation, best-of-n (whole responses in one call, scored once), and trees of the
-             same number of paths; what programmes and clusters take
+             same number of paths; time of integer programs and clustering
     pool     responses to every question; best-of-n of any n is the mean over draws from them
     trees    beam, DVTS, REBASE and ETS at widths 4, 16 and 64 with the learned process model, with the other one, and
              with the exact labels themselves
 
-by several processes at once until the seconds are over: first some questions in the cells of widths up to 16, then all
-of them there, then the wide ones. --work keeps models, rows and times, each written when it is done, and the next call
-goes on from there. Writes benchmarks/results/search_policy_gpu.json. 1,000 questions of the second ground:
+run in several processes until the time is used up: first some questions in the cells of widths up to 16, then all
+questions there, then the wide ones. --work keeps models, rows and times, each written when complete, and the next call
+continues from there. Writes benchmarks/results/search_policy_gpu.json. 1,000 questions of the second ground:
 
     python benchmarks/search_policy_gpu.py --ground countdown --seconds 440 --valued 0 \
       --methods rebase "rebase, T 1" ets beam --wide rebase "rebase, T 1"
@@ -42,7 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "search_policy_gpu.json"
 WIDTHS = (4, 16, 64)
 SHAPE = {"hidden_size": 512, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate_size": 1408, "max_positions": 512}
 TINY = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 160, "max_positions": 512}
-AIMED = 0.15  # how often the policy should be right
+AIMED = 0.15  # target accuracy of the policy
 BEGAN = time.time()
 
 
@@ -56,8 +57,8 @@ def say(text: str) -> None:
 def trained(
     args: argparse.Namespace, name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]], share: float
 ) -> Any:
-    """As many steps as fit this share of the seconds, by what twenty steps of a trial take: the rate then falls to its
-    end in time."""
+    """Runs as many steps as fit into this share of the seconds, estimated from twenty trial steps; the learning rate
+    then decays to its end in time."""
     import plaudit
 
     ticks: list[float] = []
@@ -67,7 +68,7 @@ def trained(
         trial = args.work / f"{name}-trial"
         plaudit.train(recipe, out=trial, steps=40, on_step=lambda *_: ticks.append(time.perf_counter()), **common)
         each = (ticks[-1] - ticks[-21]) / 20
-        most = min(args.most_steps, 8 * len(rows) // args.batch)  # the ninth time over them teaches them by heart
+        most = min(args.most_steps, 8 * len(rows) // args.batch)  # the ninth epoch starts to memorize
         steps = max(60, min(most, int(share * args.seconds / each)))
         say(f"{name}: {1e3 * each:.1f} ms a step, so {steps} steps")
     run = plaudit.train(recipe, out=args.work / name, steps=steps, **common)
@@ -97,7 +98,7 @@ def new_policy(args: argparse.Namespace) -> Path:
 
 
 def rates(args: argparse.Namespace, engine: Any) -> dict[int, float]:
-    """How often one sample is right, by level."""
+    """Accuracy of a single sample, by level."""
     from plaudit.core import SamplingParams
 
     ground, found = GROUNDS[args.ground], {}
@@ -110,7 +111,7 @@ def rates(args: argparse.Namespace, engine: Any) -> dict[int, float]:
 
 
 def solutions(args: argparse.Namespace, engine: Any, level: int) -> list[Any]:
-    """Distinct responses to questions that are searched nowhere, as `plaudit steps` takes them."""
+    """Distinct responses to questions that are not searched, in the form that `plaudit steps` takes."""
     from plaudit.core import SamplingParams
 
     ground = GROUNDS[args.ground]
@@ -126,7 +127,7 @@ def solutions(args: argparse.Namespace, engine: Any, level: int) -> list[Any]:
 
 
 def labelled(args: argparse.Namespace, samples: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows for a process model, by exact labels."""
+    """Rows for a process model, from exact labels."""
     ground, rows = GROUNDS[args.ground], []
     for sample in samples:
         prompt, steps = sample.extra["prompt"], split(sample.text)
@@ -138,7 +139,7 @@ def labelled(args: argparse.Namespace, samples: Sequence[Any]) -> list[dict[str,
 
 
 class Rewards:
-    """Rewards of completions, by the ground's own check."""
+    """Rewards of completions, from the task's own check."""
 
     def __init__(self, ground: str) -> None:
         self.ground = GROUNDS[ground]
@@ -149,7 +150,7 @@ class Rewards:
 
 
 def valued(args: argparse.Namespace, engine: Any, samples: Sequence[Any], level: int) -> list[dict[str, Any]]:
-    """Rows for a process model, by how often completions come out right: what `plaudit steps` does."""
+    """Rows for a process model, from the share of right completions: what `plaudit steps` does."""
     from plaudit.config.prompting import SamplingTable
     from plaudit.train.rollouts.step_values import Cutter, beginning_values, row_of
 
@@ -162,7 +163,7 @@ def valued(args: argparse.Namespace, engine: Any, samples: Sequence[Any], level:
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """The policy, its level and its process models, kept in the work directory."""
+    """The policy, its level and its process models, saved in the work directory."""
     from plaudit.core import Engine
 
     done, facts = args.work / "facts.json", {}
@@ -170,7 +171,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         return dict(json.loads(done.read_text()))
     rows = demonstrations(GROUNDS[args.ground], args.demonstrations)
     model, rounds = new_policy(args), 0
-    while True:  # a policy that has not learned enough learns on
+    while True:  # a policy below the target accuracy trains further
         rounds += 1
         name = "policy" if rounds == 1 else f"policy-{rounds}"
         run = trained(args, name, recipe_of(args, "sft", model, 2e-3), rows, 0.14)
@@ -205,7 +206,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def plain(searcher: Any, questions: Sequence[Any], width: int, seed: int) -> dict[str, float]:
-    """Best-of-n as it is fastest: whole responses in one call, each scored once."""
+    """Best-of-n in its fastest form: whole responses in one call, each scored once."""
     began = time.perf_counter()
     samples = searcher.sampled(questions, width, seed)
     middle = time.perf_counter()
@@ -217,8 +218,8 @@ def plain(searcher: Any, questions: Sequence[Any], width: int, seed: int) -> dic
 
 
 def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Alone on the device: plain generation and best-of-n, and trees of as many paths, but for those that an earlier
-    call has timed; no more trees when half of the time is over."""
+    """Alone on the device: plain generation and best-of-n, and trees with as many paths, except those that an earlier
+    call has timed; no further trees once half of the time is used."""
     from search_policy_cells import Task
 
     widest = max(args.widths)
@@ -239,7 +240,7 @@ def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tupl
     }  # fmt: skip
     say(f"plain: {json.dumps(figures)}")
     rows: list[Any] = []
-    searcher.tree(Task("rebase", "steps", widest, 0, len(questions)))  # graphs of the sizes that trees have
+    searcher.tree(Task("rebase", "steps", widest, 0, len(questions)))  # capture graphs of the sizes that trees have
     for name, width, lanes in order:
         if time.time() > BEGAN + 0.6 * args.seconds:
             say(f"not timed any more: {name} at width {width}")
@@ -260,7 +261,7 @@ def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tupl
 
 
 def chosen(args: argparse.Namespace, width: int) -> list[str]:
-    """The trees of a width."""
+    """The tree methods of a width."""
     from search_policy_cells import TREES
 
     wide = args.wide if width > 16 else None
@@ -268,7 +269,7 @@ def chosen(args: argparse.Namespace, width: int) -> list[str]:
 
 
 def cells(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[Any]:
-    """What is searched, in order: the first questions in the cheap widths, all of them there, then the wide ones."""
+    """The cells in order: the first questions at the cheap widths, all questions there, then the wide ones."""
     from search_policy_cells import PATHS, Task
 
     models = ",".join(facts["prm"])
@@ -306,7 +307,7 @@ worker: dict[str, Any] = {}
 
 
 def begin_worker(until: float) -> None:
-    """Imports at once, for that takes long; models are opened with the first task, once they are trained."""
+    """Imports early because it takes long; models are opened with the first task, once they are trained."""
     import torch
 
     torch.set_num_threads(1)
@@ -331,7 +332,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def search_all(args: argparse.Namespace, pool: Any, setup: Any, facts: dict[str, Any], record: Record) -> None:
-    """All cells that the seconds allow, each written when it is done."""
+    """Runs all cells that fit into the time, each written when complete."""
     known = {key(row) for row in record.rows}
     waiting = [
         task for task in cells(args, facts)
@@ -350,7 +351,7 @@ def search_all(args: argparse.Namespace, pool: Any, setup: Any, facts: dict[str,
             running.remove(each)
             try:
                 found = each.get()
-            except Exception as error:  # the other cells are worth having; the record says what is missing
+            except Exception as error:  # the other cells are still useful; the record lists what is missing
                 say(f"FAILED: {type(error).__name__}: {error}")
                 record.failed.append(f"{type(error).__name__}: {error}")
                 continue
@@ -370,7 +371,7 @@ def search_all(args: argparse.Namespace, pool: Any, setup: Any, facts: dict[str,
 
 
 class Record:
-    """Rows as they come, in a file of the work directory, and the results that they give."""
+    """Rows as they arrive, in a file of the work directory, and the results computed from them."""
 
     def __init__(self, args: argparse.Namespace, facts: dict[str, Any], machine: str) -> None:
         self.args, self.facts, self.machine = args, facts, machine
@@ -409,22 +410,22 @@ class Record:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ground", choices=list(GROUNDS), default="chain")
-    parser.add_argument("--seconds", type=float, default=300.0, help="Of everything, the start and training included.")
-    parser.add_argument("--processes", type=int, default=8, help="That search at the same time, on the same GPU.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="Time limit, start and training included.")
+    parser.add_argument("--processes", type=int, default=8, help="Concurrent search processes on the GPU.")
     parser.add_argument("--questions", type=int, default=1000)
-    parser.add_argument("--first", type=int, help="Questions that all narrow cells have before any has more.")
+    parser.add_argument("--first", type=int, help="Questions that all narrow cells complete before any gets more.")
     parser.add_argument("--widths", type=int, nargs="+")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="Of the trees; all without it.")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="Tree methods; default: all.")
     parser.add_argument(
-        "--wide", nargs="+", metavar="NAME", help="Of the trees at widths above 16; as --methods without it."
+        "--wide", nargs="+", metavar="NAME", help="Tree methods at widths above 16; default: --methods."
     )
     parser.add_argument(
-        "--valued", type=int, help="Responses whose steps the other process model learns; 0: no such model."
+        "--valued", type=int, help="Responses whose steps train the other process model; 0: no such model."
     )
-    parser.add_argument("--steps", type=int, help="Of each training, in place of as many as fit its seconds.")
-    parser.add_argument("--work", type=Path, help="Models and rows; the next call goes on from there.")
+    parser.add_argument("--steps", type=int, help="Steps of each training; default: as many as fit its seconds.")
+    parser.add_argument("--work", type=Path, help="Directory of models and rows; the next call continues from there.")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="A model that learns nothing, on the CPU: does it all run?")
+    parser.add_argument("--tiny", action="store_true", help="Smoke test on the CPU with a model that learns nothing.")
     args = parser.parse_args()
     ground = GROUNDS[args.ground]
     sizes = {
@@ -447,7 +448,7 @@ def main() -> None:
     args = parsed()
     args.work.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    pool = context.Pool(args.processes, begin_worker, (args.until,))  # they import while the models are trained
+    pool = context.Pool(args.processes, begin_worker, (args.until,))  # they import while the models train
     import torch
 
     if args.tiny:

@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/search_policy_gpu.py come to: best-of-n from a pool, and trees beside it."""
+"""Results from the rows of benchmarks/search_policy_gpu.py: best-of-n from a pool, compared with trees."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-SUBSETS = 16  # of the pool, whose mean is best-of-n's chance to be right
+SUBSETS = 16  # draws from the pool, whose mean is the accuracy of best-of-n
 COSTS = ("generated", "kv_tokens", "kv_peak", "prm_tokens", "calls", "solver", "clustering")
 Row = dict[str, Any]
 
 
 def best_of(row: Row, n: int, prm: str | None) -> float:
-    """The chance that n responses of a pool vote for a right answer: by number, or by what a process model says."""
+    """The probability that n responses of a pool vote for a right answer: by count, or weighted by a process model."""
     size = len(row["answers"])
     n = min(n, size)
     rng = random.Random(f"{row['question']} {n}")
@@ -41,7 +41,7 @@ def best_of(row: Row, n: int, prm: str | None) -> float:
 
 
 def pool_auc(rows: Sequence[Row], prm: str) -> float | None:
-    """The chance that a right response's score is higher than a wrong one's to the same question, as `--method auto`
+    """The probability that a right response scores higher than a wrong one to the same question, as `--method auto`
     measures it."""
     chances = []
     for row in rows:
@@ -53,7 +53,7 @@ def pool_auc(rows: Sequence[Row], prm: str) -> float | None:
 
 
 def kept_rows(path: Path) -> list[Row]:
-    """What was measured before. A last line that was cut short is measured again."""
+    """Rows measured earlier. An incomplete last line is measured again."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -102,7 +102,7 @@ def cell(
     prm: str, method: str, width: int, own: dict[int, dict[str, Any]], pools: dict[int, Any], each_tokens: float,
     figures: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """A tree beside best-of-n: of the same width, of the same tokens, of the same seconds."""
+    """A tree compared with best-of-n: of the same width, the same tokens, the same seconds."""
     indices = sorted(own)
     right = [float(own[q]["right"]) for q in indices]
     accuracy, interval = mean_of(right)

@@ -1,10 +1,10 @@
-"""What a return is worth: best-first over a persistent pool against REBASE, at the same tokens.
+"""Benefit of returning to earlier nodes: best-first over a persistent pool against REBASE, at equal tokens.
 
     python benchmarks/search_pool.py [--questions 200] [--minutes 10]
 
 The task is that of `search_world.py`, whose policy is a table and whose process model has a given AUC. For each ground,
-AUC, width and cost of a return: the accuracy of best-first, its tokens and KV, and beside it REBASE of the same width
-and of one that is greater by as much as best-first generates more, question by question. Written to
+AUC, width and cost of a return: the accuracy of best-first, its tokens and KV, compared with REBASE of the same width
+and of a width enlarged by the factor by which best-first generates more, question by question. Written to
 benchmarks/results/search-pool.json; `search_tables.py --write` puts it into docs/benchmarks/search.md. One process, one
 thread.
 """
@@ -35,8 +35,8 @@ WIDTHS = (4, 16)
 
 
 def measured(ground: Ground, auc: float, questions: int, **keys: Any) -> dict[str, Any]:
-    """Who was right, what it cost, and in how many rounds something behind the deepest leaf was gone on with."""
-    # So deep that paths end by themselves; the pool's own bound is what a search by levels of 60 steps may draw.
+    """Which questions were right, the cost, and the number of rounds that continued a node behind the deepest leaf."""
+    # Deep enough that paths end by themselves; the pool's own bound is the number of steps of a 60-level search.
     table = SearchRuleTable(max_depth=60, **keys)
     right, generated, kv, rounds, returns = "", 0, 0, 0, 0
     for question in range(questions):
@@ -51,9 +51,9 @@ def measured(ground: Ground, auc: float, questions: int, **keys: Any) -> dict[st
 
 
 def _returns(nodes: list[Node]) -> int:
-    """Rounds that made a node no deeper than one of an earlier round."""
-    deepest, returned = {0: 0}, set()  # by round, of all rounds up to it
-    for node in nodes[1:]:  # in the order of rounds
+    """Rounds that did not exceed the depth of an earlier round."""
+    deepest, returned = {0: 0}, set()  # by round, over all rounds up to it
+    for node in nodes[1:]:  # in round order
         if node.depth <= deepest[node.round - 1]:
             returned.add(node.round)
         deepest[node.round] = max(node.depth, deepest[node.round - 1], deepest.get(node.round, 0))
@@ -61,7 +61,7 @@ def _returns(nodes: list[Node]) -> int:
 
 
 def lead(ours: str, theirs: str) -> tuple[float, float]:
-    """Of pairs, with half of the 95 % interval."""
+    """Mean difference of pairs, with half of the 95 % interval."""
     pairs = [int(a) - int(b) for a, b in zip(ours, theirs, strict=True)]
     mean = sum(pairs) / len(pairs)
     spread = math.sqrt(sum((each - mean) ** 2 for each in pairs) / (len(pairs) - 1) / len(pairs))

@@ -1,19 +1,20 @@
-"""How many tokens/s does a search make, beside plain generation by the same policy? In less than two minutes on a GPU.
+"""Tokens/s of a search, compared with plain generation by the same policy, in less than two minutes on a GPU.
 
     python benchmarks/search_rate_gpu.py [--lengths 10 40] [--processes 4] [--seconds 110] [--name after] [--tiny]
 
-Policy and process model have SmolLM2-135M's shape and drawn weights, for a rate does not depend on what they say. The
-policy's embeddings are made so that a token says how far its step has come: steps have about the length that is asked
-for, some are longer than others, and hardly two are the same, so that nearly every path is a request of its own.
+Policy and process model have SmolLM2-135M's shape and random weights, because the rate does not depend on their output.
+The policy's embeddings are constructed so that a token encodes its position in the step: steps have about the requested
+length, with some variation, and hardly two are the same, so nearly every path is a separate request.
 
     plain     width x questions responses in one call of `generate`, as many tokens each as a path has
     search    REBASE and ETS (clusters by text) of `plaudit search`, 1,024 paths at a time, eight steps deep
     2 lanes   REBASE of twice as many questions, one half scored while the other is generated
-    processes REBASE of as many times the questions, shared out by `processes` of the recipe; without their loading
-    loop      REBASE as a script writes it for a server of policies: the PRM reads every path whole, level by level
+    processes REBASE of that many times the questions, distributed by `processes` of the recipe; loading excluded
+    loop      REBASE as a script over a policy server would do it: the PRM reads every whole path at every level
 
-Each is run twice and the faster run counts. Cells are written when they are done, the most telling ones first; none
-begins after --seconds. --tiny: small models on the CPU. Writes benchmarks/results/search_rate_gpu.json, under --name.
+Each is run twice and the faster run counts. Cells are written when complete, the most informative first; none starts
+after --seconds. --tiny: small models on the CPU. Writes benchmarks/results/search_rate_gpu.json, with --name as the
+key.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TINY = {"hidden_size": 96, "layers": 2, "heads": 3, "kv_heads": 1, "intermediate
 VOCABULARY = {False: 49_152, True: 2_048}
 DEPTH, PATHS = 8, 1024
 STOP, SPECIAL = ";", ("<pad>", "<bos>", "<eos>", "<unk>")
-LOUD, SURE = 100.0, 24.0  # of an embedding beside what layers add to it, and of a logit beside all others
+LOUD, SURE = 100.0, 24.0  # scale of an embedding relative to the layers' output, and of a logit relative to the others
 METHODS: dict[str, dict[str, Any]] = {
     "rebase": {"method": "rebase"}, "ets": {"method": "ets", "clusters": "text"},
     "rebase, 2 lanes": {"method": "rebase"}, "rebase, loop": {"method": "rebase"},
@@ -46,7 +47,7 @@ def say(text: str) -> None:
 
 
 def new_tokenizer(size: int) -> Any:
-    """A character, a token."""
+    """A tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -61,8 +62,8 @@ def new_tokenizer(size: int) -> Any:
 
 
 def let_step(module: Any, length: int) -> None:
-    """From now on steps have about this many tokens: the token at one place of a step is followed by one of the next
-    place or of the next but one, evenly, and the last place by what ends the step."""
+    """Sets the step length to about this many tokens: the token at one position of a step is followed by one of the
+    next position or the one after, with equal probability, and the last position by the step terminator."""
     import torch
 
     embeddings, head = module.model.embed_tokens.weight, module.lm_head.weight
@@ -70,20 +71,20 @@ def let_step(module: Any, length: int) -> None:
     stop, first = len(SPECIAL), len(SPECIAL) + 1
     numbers = torch.arange(first, len(head), device=head.device)
     at = (numbers - first) % places
-    sure = SURE / embeddings.shape[1] ** 0.5  # a final norm makes the place's number the root of the width
+    sure = SURE / embeddings.shape[1] ** 0.5  # the final norm scales the position's component to sqrt(width)
     with torch.no_grad():
         embeddings.normal_(0, 0.02, generator=torch.Generator(head.device).manual_seed(1))
         head.normal_(0, 0.002, generator=torch.Generator(head.device).manual_seed(2))
         embeddings[numbers, at] = LOUD
         embeddings[stop, places] = LOUD
-        head[numbers[at < 2], places] = sure  # the column of a step's beginning
+        head[numbers[at < 2], places] = sure  # the column of a step's start
         for back in (1, 2):
             head[numbers[at >= back], at[at >= back] - back] = sure
         head[stop, places - 1] = sure
 
 
 def models(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The policy's engine, and the scorer."""
+    """The policy's engine and the scorer."""
     from plaudit.config.search import PrmTable
     from plaudit.core import Engine
     from plaudit.models import new_llama, save
@@ -150,7 +151,7 @@ def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, batc
     costs = [outcome.driver.costs for outcome in search.run(batch)]
     spent, busy = time.perf_counter() - began, time.process_time() - busy
     for each in (engine, scorer.engine):
-        each.new_version()  # no run finds what another has computed
+        each.new_version()  # no run reuses another's cache
     steps, tokens = sum(cost.calls for cost in costs), sum(cost.generated for cost in costs)
     return {
         "seconds": spent, "process": busy, "tokens": tokens, "steps": steps, "tokens_per_step": tokens / steps,
@@ -160,7 +161,7 @@ def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, batc
 
 
 def shared_out(args: argparse.Namespace, engine: Any, batch: list[Any], count: int) -> dict[str, Any]:
-    """The faster of two runs by so many processes, after one that captures their graphs."""
+    """The faster of two runs with that many processes, after one that captures their graphs."""
     from plaudit.models import save
     from plaudit.search.workers import SearchWorkers
 
@@ -189,7 +190,7 @@ def shared_out(args: argparse.Namespace, engine: Any, batch: list[Any], count: i
 
 
 def whole_paths(scorer: Any) -> Any:
-    """The same model, which keeps nothing of a path."""
+    """The same model without a cache of paths."""
     from search_policy_cells import whole_scores
 
     from plaudit.search.backends.scored import Scored
@@ -200,7 +201,7 @@ def whole_paths(scorer: Any) -> Any:
             return [Scored(value) for value in whole_scores(self, paths)]
 
         def release(self, places: Any) -> None:
-            """Nothing was kept."""
+            """Nothing to release."""
 
     return WholePaths(scorer.engine, scorer.reading)
 
@@ -215,9 +216,9 @@ def measure(args: argparse.Namespace) -> None:
     most = questions(engine, few * max(2, *args.processes))
     batch = most[:few]
     let_step(engine.decoder.module, args.lengths[0])
-    searched(args, "rebase", engine, scorer, batch)  # graphs and kernels of the sizes that there are
+    searched(args, "rebase", engine, scorer, batch)  # capture graphs and kernels of the sizes used
     say("warm")
-    with frozen():  # as `plaudit search` runs
+    with frozen():  # the order in which `plaudit search` runs
         measure_cells(args, cells, engine, scorer, most)
 
 
@@ -262,7 +263,7 @@ def measure_cells(args: argparse.Namespace, cells: dict[str, Any], engine: Any, 
 
 
 def write(args: argparse.Namespace, cells: dict[str, Any]) -> None:
-    """Written anew after every cell."""
+    """Rewritten after every cell."""
     import torch
     from stamp import processor, stamp
 
@@ -277,10 +278,10 @@ def write(args: argparse.Namespace, cells: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens of a step.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens per step.")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--processes", type=int, nargs="*", default=[4])
-    parser.add_argument("--seconds", type=float, default=110.0, help="After which no cell begins.")
+    parser.add_argument("--seconds", type=float, default=110.0, help="No cell starts after this time.")
     parser.add_argument("--name", default="after")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--work", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")) / "search-rate")

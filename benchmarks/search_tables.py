@@ -1,9 +1,9 @@
-"""The tables of docs/benchmarks/search.md, made of the files in benchmarks/results.
+"""Writes the tables of docs/benchmarks/search.md from the files in benchmarks/results.
 
     python benchmarks/search_tables.py [--write]
 
-Prints them; with --write they take the place of those in the page that have the same first row. What the page says
-about them is for a person to write.
+Prints them; with --write they replace the tables in the page that have the same first row. The text around them is
+written by hand.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def lanes() -> str:
 
 
 def pool() -> str:
-    """Best-first over a persistent pool, by what a return costs, beside REBASE that generates as much."""
+    """Best-first over a persistent pool, by the cost of a return, compared with REBASE that generates as much."""
     heads = ("ground", "AUC", "width", "a return costs", "best-first", "REBASE of that width",
              "lead at the same tokens", "tokens, REBASE as 1", "KV, REBASE as 1", "rounds with a return")  # fmt: skip
     rows = []
@@ -99,7 +99,7 @@ def pool() -> str:
 
 
 def budgets() -> str:
-    """Accuracy by which limits a search has, and how high they are."""
+    """Accuracy by the set of limits of a search and their size."""
     found = read("search-budgets.json")
     shares = sorted({x["share"] for cell in found["cells"] for x in cell["lines"]} - {None})
     heads = ("width", "method", "limits", "lead", *(f"{share:g} times the mean" for share in shares),
@@ -109,7 +109,7 @@ def budgets() -> str:
         by = {(x["share"], tuple(x["limits"]), x["lead"]): x for x in cell["lines"]}
         for limits, lead in dict.fromkeys((tuple(x["limits"]), x["lead"]) for x in cell["lines"]):
             if lead and 0 < len(limits) < 3:
-                continue  # as with all three
+                continue  # same result as with all three
             line = by.get((1.0, limits, lead)) or by[None, limits, lead]
             at = [by.get((share, limits, lead)) or by.get((None, limits, lead)) for share in shares]
             own = at if limits else at[:1]
@@ -123,7 +123,7 @@ def budgets() -> str:
 
 
 def policy_trees() -> str:
-    """Trees with the process model that learned exact labels, beside best-of-n with the same one."""
+    """Trees with the process model trained on exact labels, compared with best-of-n with the same model."""
     heads = (
         "ground", "width", "method", "questions", "accuracy", "best-of-n of that width", "lead at the same tokens",
         "lead at the same seconds", "tokens", "KV tokens", "PRM tokens", "ms a question",
@@ -148,7 +148,7 @@ def _lead(at: dict[str, Any] | None) -> str:
 
 
 def policy_pools() -> str:
-    """Best-of-n of the pool, by who weighs the votes."""
+    """Best-of-n from the pool, by the model that weights the votes."""
     heads = ("ground", "n", "majority", "by the PRM of labels", "by the PRM of values", "by exact labels", "tokens")
     rows = []
     for ground, found in read("search_policy_gpu.json")["grounds"].items():
@@ -160,7 +160,7 @@ def policy_pools() -> str:
 
 
 def policy_judges() -> str:
-    """Trees of one width by who scores the steps."""
+    """Trees of one width, by the model that scores the steps."""
     heads = ("ground", "width", "steps scored by", "questions", "beam", "dvts", "rebase", "ets")
     rows = []
     for ground, found in read("search_policy_gpu.json")["grounds"].items():
@@ -192,7 +192,7 @@ def policy_times() -> str:
 
 
 def put(page: str, new: str) -> str:
-    """The page with this table in place of the one that has its first row."""
+    """Replaces the table with the same first row in the page."""
     lines, head = page.splitlines(keepends=True), new.splitlines(keepends=True)[0]
     if head not in lines:
         raise SystemExit(

@@ -1,12 +1,13 @@
-"""A whole search beside a straightforward loop over transformers, and what a PRM computes over HTTP, in one run.
+"""A whole search compared with a straightforward loop over transformers, and the tokens a PRM computes over HTTP, in
+one run.
 
     python benchmarks/search_throughput.py [--questions 24] [--width 16]
 
-    loop     what a script does first: question by question and level by level, `generate` with the children of a level
+    loop     what a simple script does: question by question and level by level, `generate` with the children of a level
              as a batch, then the process model over every whole path; REBASE's own counts. Nothing is shared or cached.
     plaudit  `plaudit.search` of the same questions, REBASE, width and stop
-    served   the same search with the PRM behind `plaudit serve`: tokens it computed per scored node, beside what
-             re-prefilling every path would take, for nodes at depth 6 and more and for all
+    served   the same search with the PRM behind `plaudit serve`: tokens it computed per scored node, compared with
+             re-prefilling every path, for nodes at depth 6 and more and for all
 
 Both use the embedded models in float32 with one thread. Writes benchmarks/results/search_throughput.json.
 """
@@ -106,7 +107,7 @@ def served(count: int, width: int, seed: int) -> dict[str, Any]:
         **figures, "computed": computed, "computed_per_node": computed / figures["scored"],
         "prefill_per_node": figures["prefill_all"] / figures["scored"],
         "fewer": figures["prefill_all"] / computed,
-        # Depth 6 and more alone: what was computed is shared out evenly over all scored nodes.
+        # Depth 6 and more only: computed tokens are distributed evenly over all scored nodes.
         "fewer_deep": figures["prefill_deep"] / (computed * figures["deep"] / figures["scored"]),
     }  # fmt: skip
 
@@ -125,7 +126,7 @@ def main() -> None:
     texts = [problem.prompt for problem in get_world("sums-hard", 1).heldout(args.questions)]
     runs: dict[str, list[dict[str, Any]]] = {"loop": [], "plaudit": []}
     ours(4, args.width, 1)
-    for seed in (1, 2, 3):  # in turns, so that what else the machine does meets both
+    for seed in (1, 2, 3):  # alternate, so that other load on the machine affects both
         runs["loop"].append(loop(texts, args.width, seed))
         runs["plaudit"].append(ours(args.questions, args.width, seed))
     speed = {name: [run["tokens"] / run["seconds"] for run in each] for name, each in runs.items()}

@@ -1,4 +1,5 @@
-"""Rules that were tried beside ETS and are not in the package; `benchmarks/search.py --part variants` measures them."""
+"""Rules that were tried in addition to ETS and are not in the package; `benchmarks/search.py --part variants` measures
+them."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from plaudit.search.tree.frontier import Choice, Frontier
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Pruning and allocation in one programme: who is kept, and how many children each kind of step gets.
+    """Pruning and allocation in one integer program: which leaves are kept, and how many children each cluster of steps
+    gets.
 
-    ETS prunes by a programme, then deals the width out by REBASE, which knows nothing of clusters: near-duplicates of a
-    good step are paid as often as they occur. Here the t-th child of a cluster is worth mass * fade**t, where the mass
-    is the cluster's share of REBASE's softmax; kept nodes cost what they cost in ETS.
+    ETS prunes with an integer program, then allocates the width by REBASE, which ignores clusters: near-duplicates of a
+    good step are paid for as often as they occur. Here the t-th child of a cluster is worth mass * fade**t, where the
+    mass is the cluster's share of REBASE's softmax; kept nodes cost what they cost in ETS.
 
         maximise    sum_k mass_k sum_t fade**t z_kt  -  branch_weight * kept cost / whole cost
         subject to  z_kt <= 1;  sum_t z_kt <= width * sum of x_i in cluster k;  sum z = width;  y_j >= x_i
@@ -95,7 +97,7 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class Directions:
-    """The width is dealt out over clusters by a softmax of their best scores, then inside (after DORA, 2506.15707)."""
+    """Allocates the width over clusters by a softmax of best scores, then within each (after DORA, 2506.15707)."""
 
     temperature: float = 0.2
     words: bool = False

@@ -1,14 +1,14 @@
-"""Seconds a question of a beam search: `plaudit search` beside the loop of search-and-learn over vLLM, on one CPU.
+"""Seconds per question of a beam search: `plaudit search` compared with search-and-learn's loop over vLLM, on one CPU.
 
     python benchmarks/search_vs_vllm.py [--lengths 10 40] [--questions 4] [--width 16] [--repeats 2] [--tiny]
 
     vLLM     benchmarks/rivals/vllm_beam.py: a step of every beam in one call of vLLM with prefix caching, then a
-             process model in transformers over every whole path, as search-and-learn's beam search goes
-    plaudit  `plaudit search`, method beam with `distinct`, the same width, beams that are kept, depth and models
+             process model in transformers over every whole path, as search-and-learn's beam search does
+    plaudit  `plaudit search`, method beam with `distinct`, the same width, number of kept beams, depth and models
 
-Policy and process model have SmolLM2-135M's shape and the drawn weights of benchmarks/search_rate_gpu.py, whose steps
-have about the length that --lengths says, float32, as many threads as there are cores on both sides. A work is done
-once to warm up, then --repeats times, and the fastest counts. Starting is not counted. Writes
+Policy and process model have SmolLM2-135M's shape and the random weights of benchmarks/search_rate_gpu.py, whose steps
+have about the length given by --lengths, float32, as many threads as there are cores on both sides. A workload runs
+once to warm up, then --repeats times, and the fastest counts. Start-up is not counted. Writes
 benchmarks/results/search_vs_vllm.json.
 """
 
@@ -52,7 +52,7 @@ def searched(recipe: Any, engine: Any, scorer: Any, questions: list[Any]) -> dic
     costs = [outcome.driver.costs for outcome in search.run(questions)]
     spent = time.perf_counter() - began
     for each in (engine, scorer.engine):
-        each.new_version()  # no run finds what another has computed
+        each.new_version()  # no run reuses another's cache
     return {
         "seconds": spent, "tokens": sum(cost.generated for cost in costs), "steps": sum(cost.calls for cost in costs),
         "phases": dict(search.phases),
@@ -60,7 +60,7 @@ def searched(recipe: Any, engine: Any, scorer: Any, questions: list[Any]) -> dic
 
 
 def ours(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The fastest run of each length; leaves the models' files in the works."""
+    """The fastest run of each length; the models' files stay in the work directory."""
     from plaudit.models import save
 
     engine, scorer = rate.models(args)
@@ -82,7 +82,7 @@ def ours(args: argparse.Namespace, works: list[dict[str, Any]]) -> dict[str, dic
 
 
 def beside(args: argparse.Namespace, works: list[dict[str, Any]], plaudit: dict[str, Any]) -> None:
-    """The rival's runs, beside ours."""
+    """The rival's runs, added to ours."""
     options = {"dtype": "float32", "max_model_len": 1024, "enable_prefix_caching": True, "max_num_seqs": 256, "seed": 0}
     given = {
         "width": args.width, "keep": args.keep, "stop": rate.STOP, "depth": rate.DEPTH, "step_tokens": STEP_TOKENS,
@@ -120,7 +120,7 @@ def beside(args: argparse.Namespace, works: list[dict[str, Any]], plaudit: dict[
 def write(
     args: argparse.Namespace, works: list[dict[str, Any]], plaudit: dict[str, Any], rival: dict[str, Any]
 ) -> None:
-    """Written anew after every run of the rival, with the works that both have done."""
+    """Rewritten after every run of the rival, with the workloads that both have completed."""
     from stamp import processor, stamp, versions
 
     rows: dict[str, Any] = {}
@@ -139,10 +139,10 @@ def write(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens of a step.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens per step.")
     parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--keep", type=int, default=4, help="Beams that go on.")
+    parser.add_argument("--keep", type=int, default=4, help="Number of beams that are kept.")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="models of two layers")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

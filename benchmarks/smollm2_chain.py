@@ -1,10 +1,9 @@
-"""What the runs of a chain came to, in one small file: `make smollm2-ppo-rm`, `make smollm2-search`.
+"""Summarizes the runs of a chain in one small file: `make smollm2-ppo-rm`, `make smollm2-search`.
 
     python benchmarks/smollm2_chain.py RUN... --out FILE
 
-Of each run its date, the bytes of its devices, its summary, its held-out figures by step, the means of trainer's and
-engine's disagreement and of each phase's seconds, and the step from which `plaudit report` finds the reward
-over-optimised.
+For each run: its date, device memory, summary, held-out metrics by step, the means of the mismatch between trainer and
+engine and of each phase's seconds, and the step from which `plaudit report` flags the reward as over-optimised.
 """
 
 from __future__ import annotations

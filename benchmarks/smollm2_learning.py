@@ -3,7 +3,7 @@
     python benchmarks/smollm2_learning.py [RECIPE] [--seeds 1,2,3] [--out FILE] [--set KEY=VALUE ...]
 
 The runs share the GPU, so each takes longer than it would alone. Writes benchmarks/results/<recipe>.json unless --out
-says otherwise.
+is given.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def curve(run: Path) -> dict[str, Any]:
             apart.append(round(values["mismatch/abs_mean"], 5))
             kl.append(round(values["mismatch/k3"], 6))
     summary = json.loads((run / "summary.json").read_text())
-    mismatch = {"abs_mean": apart, "k3": kl}  # of the engine's log-probs and the trainer's
+    mismatch = {"abs_mean": apart, "k3": kl}  # difference between the engine's and the trainer's log-probs
     return {"heldout": held, "trained": trained, "mismatch": mismatch, "seconds": seconds, "summary": summary}
 
 

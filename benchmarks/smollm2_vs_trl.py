@@ -1,13 +1,13 @@
-"""SmolLM2-135M learning who did what on one GPU, beside TRL's GRPOTrainer: the same model, prompts, rule,
-batch, loss and rate.
+"""SmolLM2-135M learning the who-did-what task on one GPU, compared with TRL's GRPOTrainer: the same model, prompts,
+rule, batch, loss and learning rate.
 
     python benchmarks/smollm2_vs_trl.py [--steps 20] [--target 0.6] [--limit 360] [--out FILE] [--set KEY=VALUE ...]
 
-    throughput  samples a second over --steps steps, the first four left out on both sides
+    throughput  samples per second over --steps steps, the first four left out on both sides
     time        seconds of training until the reward of the training samples, over five steps, is the target;
                 TRL ends after --limit seconds and is then reported as "at least"
-One trainer at a time, each in a process of its own. --trl-python names TRL's environment. Writes
-benchmarks/results/smollm2_vs_trl.json unless --out says otherwise.
+One trainer at a time, each in a separate process. --trl-python is the interpreter of TRL's environment. Writes
+benchmarks/results/smollm2_vs_trl.json unless --out is given.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def theirs(python: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def question(recipe: Any, steps: int) -> dict[str, Any]:
-    """The recipe's prompts and settings, as the other side takes them."""
+    """The recipe's prompts and settings in the form that the other side takes."""
     from plaudit.models import load_tokenizer, resolve
     from plaudit.train.rollouts.sources import open_prompts
 
@@ -83,7 +83,7 @@ def reached(steps: list[Step], target: float) -> float | None:
 
 
 def tell(name: str, found: dict[str, Any], options: argparse.Namespace, batch: int) -> None:
-    """Adds its rate and when it reached the target, and prints them."""
+    """Adds the rate and when the target was reached, and prints them."""
     timed = found["steps"][WARMUP : options.steps]
     found["samples_per_second"] = batch / statistics.median(step["seconds"] for step in timed)
     found["reached"] = reached(found["steps"], options.target)
@@ -96,10 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--target", type=float, default=0.6)
-    parser.add_argument("--limit", type=float, default=360.0, help="seconds for TRL to reach the target")
-    parser.add_argument("--learn", type=int, default=0, help="steps that ours takes to the target; 0: throughput alone")
-    parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
-    parser.add_argument("--trl-parts", type=int, default=1, help="backward passes of TRL's update, should it need them")
+    parser.add_argument("--limit", type=float, default=360.0, help="time limit in seconds for TRL to reach the target")
+    parser.add_argument("--learn", type=int, default=0, help="our steps to the target; 0: throughput only")
+    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe")
+    parser.add_argument("--trl-parts", type=int, default=1, help="gradient accumulation steps of TRL")
     parser.add_argument("--trl-python", default=str(ROOT / ".venv-interop" / "bin" / "python"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -122,7 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         mine = ours(options.set, max(options.steps, options.learn), Path(place))
         tell("plaudit", mine, options, batch)
-        # TRL takes more than two seconds for a step; past the last prompt it begins again with the first.
+        # TRL takes more than two seconds per step; after the last prompt it starts again with the first.
         prompts_for = max(options.steps, int(options.limit / 2)) if options.learn else options.steps
         request = {
             **question(recipe, prompts_for),

@@ -1,5 +1,5 @@
-"""What a result file says about how it was made: script, date, commit, machine, and version and settings of each rival
-that the script ran. Pages show no rival's figure without it (benchmarks/rival_tables.py)."""
+"""Records how a result file was made: script, date, commit, machine, and version and settings of each rival that the
+script ran. Pages show no rival's figure without it (benchmarks/rival_tables.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def stamp(script: str, machine: str, rivals: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """script: a file's name in benchmarks/. rivals: version and settings by name; for what runs in this interpreter,
+    """script: a file name in benchmarks/. rivals: version and settings by name; for a package in this interpreter,
     `version("transformers")` is its version."""
     return {
         "script": f"benchmarks/{Path(script).name}", "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -27,7 +27,8 @@ def stamp(script: str, machine: str, rivals: Mapping[str, tuple[str, str]]) -> d
 
 
 def commit() -> str:
-    """Of the working tree; COMMIT names it where the tree was copied without its history, or with another's."""
+    """Commit of the working tree; the variable COMMIT gives it if the tree was copied without its history, or with
+    another's."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     number = os.environ.get("COMMIT") or done.stdout.strip()
     if not number:
@@ -36,14 +37,14 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """The CPU's model and its number of cores."""
+    """The CPU model and its number of cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{model}, {os.cpu_count()} cores"
 
 
 def versions(python: str | Path, packages: Iterable[str]) -> dict[str, str]:
-    """What another environment holds of these packages."""
+    """Versions of these packages in another environment."""
     code = (
         "import json, platform, sys\nfrom importlib.metadata import version, PackageNotFoundError\n"
         "found = {'python': platform.python_version()}\n"

@@ -1,9 +1,9 @@
-"""What a command that computes nothing costs before it answers: CPU seconds of its process, user and system.
+"""Start-up cost of a command that computes nothing: CPU seconds of its process, user and system.
 
     python benchmarks/start_up.py [--quick]
 
-CPU seconds, because other work on the machine changes them little; the least of the repeats is the nearest to an idle
-core, the median is what this machine gave. Writes benchmarks/results/start_up.json, unless --quick.
+CPU seconds, because other load on the machine changes them little; the minimum of the repeats is closest to an idle
+core, the median is typical of this machine. Writes benchmarks/results/start_up.json, unless --quick.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for name, arguments in COMMANDS.items():
-        seconds(arguments)  # compiles what is not compiled yet
+        seconds(arguments)  # compiles missing bytecode first
         every = sorted(seconds(arguments) for _ in range(3 if args.quick else 15))
         rows.append({"command": name, "least": every[0], "median": statistics.median(every), "most": every[-1]})
         print(f"{name:36} {every[0]:.3f} s of CPU, median {rows[-1]['median']:.3f}, most {every[-1]:.3f}")

@@ -1,7 +1,7 @@
 """A tiny hybrid and a tiny mixture of experts learn the sums world on a CPU: demonstrations, then GRPO with a rule.
 
-The models are random ones of transformers' own classes, with the tokenizer of `sums-policy`; everything else is the
-recipes `sums-sft` and `sums-grpo`.
+The models are random ones of transformers' own classes, with the tokenizer of `sums-policy`; everything else comes from
+the recipes `sums-sft` and `sums-grpo`.
 """
 
 from __future__ import annotations

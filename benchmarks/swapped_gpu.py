@@ -1,12 +1,13 @@
-"""Swapped against colocated on one GPU: PPO with four 1B models (policy, reference, critic, reward), Adam in float32.
+"""Swapped compared with colocated on one GPU: PPO with four 1B models (policy, reference, critic, reward), Adam in
+float32.
 
     python benchmarks/swapped_gpu.py [--steps 4] [--out FILE] [--fast]
 
-Random Llamas of 1.1 billion weights in bfloat16, made here; nothing is fetched. Each placement runs in a process of its
-own. Told are the peak by phase and owner, seconds per step, what the moves cost, the ledger against the allocator,
-and whether weights and optimizers are equal to the bit: after the steps in both placements, and after a round trip
-through host memory. Deterministic algorithms are on, so that two runs can be compared at all; --fast leaves them off.
-`--tiny --device cpu` is a trial of the script itself.
+Random Llamas of 1.1 billion weights in bfloat16, created here; nothing is downloaded. Each placement runs in a separate
+process. Reports the peak by phase and owner, seconds per step, the cost of the transfers, the ledger against the
+allocator, and whether weights and optimizers are bit-identical: after the steps in both placements, and after a round
+trip through host memory. Deterministic algorithms are on, so that two runs can be compared at all; --fast turns them
+off. `--tiny --device cpu` tries the script itself.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Quiet:
 
 
 def digest(tensors: Any) -> list[int]:
-    """Two sums over the bits of every tensor, one of them weighed by the place: equal bits, equal sums."""
+    """Two sums over the bits of every tensor, one weighted by position: equal bits, equal sums."""
     import torch
 
     sums = []
@@ -146,7 +147,7 @@ def child(options: argparse.Namespace) -> None:
         training = RlTraining(tree, run, viewer)
         loading = time.monotonic() - begin
         try:
-            training._loop([])  # not fit(): what rests is looked at before it is let go, and no model is saved
+            training._loop([])  # not fit(): offloaded state is inspected before its release; no model is saved
             peak = training.ledger.peak
             trip = None
             residency = getattr(training.placement, "residency", None)
@@ -187,11 +188,11 @@ def round_trip(training: Any, residency: Any, before: dict[str, list[int]]) -> d
 
 
 def compare(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the table, from the two placements' own."""
+    """The rows of the table, from the figures of both placements."""
     one, two = found["colocated"], found["swapped"]
 
     def seconds(result: dict[str, Any], name: str = "time/step") -> float:
-        later = result["steps"][1:] or result["steps"]  # the first one captures, compiles and takes host memory
+        later = result["steps"][1:] or result["steps"]  # the first one captures, compiles and allocates host memory
         return sum(step.get(name, 0.0) for step in later) / len(later)
 
     def figures(result: dict[str, Any]) -> list[dict[str, float]]:
@@ -245,10 +246,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "swapped_gpu.json"))
-    parser.add_argument("--fast", action="store_true", help="without deterministic algorithms")
+    parser.add_argument("--fast", action="store_true", help="turn deterministic algorithms off")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--tiny", action="store_true", help="a trial of the script; writes no file unless --out is given"
+        "--tiny", action="store_true", help="try the script itself; writes no file unless --out is given"
     )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=PLACEMENTS, help=argparse.SUPPRESS)

@@ -1,15 +1,15 @@
-"""How much host memory a training rank takes to load its part of policy, reference and critic, and to update them.
+"""Host memory that a training rank needs to load its shards of policy, reference and critic, and to update them.
 
     python benchmarks/train_rank_memory.py [ppo | large | context]
 
 A Llama of 134M parameters in float32, in files of 64 MB, as the policy, reference and critic of a PPO run over gloo
-ranks. The peak of resident memory, mapped files included, looked at every millisecond, above what the process had
-before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
-rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
-samples of 40 tokens, beside the peak that the planner gives for them. `ppo`: those updates alone. `large`: such updates
-of a Llama of 2 GB by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by
-GRPO of a Llama of 44 MB: activations are most of it, and ranks share them out. Writes
-benchmarks/results/train_rank_memory.json.
+ranks. The figure is the peak of resident memory, mapped files included, sampled every millisecond, minus what the
+process used before. In the colocated placement every rank has a whole copy of the policy for its engine; in the
+disaggregated one only rank 0 has, which sends it to remote engines; with the reshard channel no rank has, and two
+updates follow, of 8 samples of 40 tokens, compared with the peak that the planner gives for them. `ppo`: only those
+updates. `large`: such updates of a Llama of 2 GB by GRPO without a reference. `context`: updates of two samples of
+2,048 tokens, one at a time, by GRPO of a Llama of 44 MB: activations are most of the memory, and they are sharded over
+the ranks. Writes benchmarks/results/train_rank_memory.json.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CONTEXT: dict[str, Shape] = {
 RESHARD = "reshard"
 PLACEMENTS = ("colocated", "disaggregated")
 KINDS = ("ppo", "large", "context")
-KIND = sys.argv[1] if sys.argv[1:] in [[kind] for kind in KINDS] else os.environ.get("KIND", "")  # said to the ranks so
+KIND = sys.argv[1] if sys.argv[1:] in [[kind] for kind in KINDS] else os.environ.get("KIND", "")  # passed to ranks
 GRPO = KIND in ("large", "context")
 SAMPLES, PROMPT, RESPONSE = (2, 8, 2040) if KIND == "context" else (8, 8, 32)
 
@@ -92,7 +92,7 @@ def recipe_of(model: str, shape: Shape, placement: str) -> RlRecipe:
 
 
 def planned_mb(path: str, shape: Shape, heap: float) -> float:
-    """The planner's peak of a rank in training, its constants those of a CPU: nothing is reserved, malloc has holes."""
+    """The planner's peak of a rank in training, with the constants of a CPU: no reserve, malloc fragmentation."""
     recipe = recipe_of(path, shape, RESHARD)
     work = workload_of(recipe, resolve, PROMPT, RESPONSE)
     constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0, heap_factor=heap)
@@ -108,7 +108,7 @@ def measure(path: str, shape: Shape, placement: str) -> None:
         return recipe_of(model, shape, placement)
 
     with join(recipe(path).resources, "cpu") as ranks:
-        small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # what libraries keep is there
+        small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # warms up libraries
         if placement == RESHARD:
             update(small, 32)
         before, peak, over = resident_bytes(), 0, threading.Event()
@@ -137,7 +137,7 @@ def measure(path: str, shape: Shape, placement: str) -> None:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that are alive; the rest of resident memory is the allocator's."""
+    """Bytes of all live tensors; the rest of resident memory belongs to the allocator."""
     sizes = {}
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
@@ -147,7 +147,8 @@ def tensor_bytes() -> int:
 
 
 def write_models(directory: Path) -> int:
-    """The model, and a small one that four ranks can share, by which libraries are warm; bytes of the first."""
+    """Writes the model, and a small one that four ranks can shard, used to warm up libraries; returns the bytes of the
+    first."""
     tokenizer = load_tokenizer(resolve("sums"))
     if KIND == "context":
         model = new_llama(
@@ -167,7 +168,7 @@ def write_models(directory: Path) -> int:
 
 
 def update(trainee: Trainee, response: int) -> None:
-    """Two steps: from the second on Adam's moments are there when gradients are."""
+    """Two steps: from the second on, Adam's moments exist at the same time as gradients."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, len(trainee.loaded.tokenizer), (SAMPLES, PROMPT + response), generator=draw).tolist()
     zeros, ones = (-1.0,) * response, (1,) * response
@@ -181,7 +182,7 @@ def update(trainee: Trainee, response: int) -> None:
 
 
 def read_all(trainee: Trainee) -> None:
-    """Read every weight once, as a forward pass does: what is mapped is then there."""
+    """Reads every weight once, as a forward pass does, so that mapped pages are resident."""
     modules = [trainee.loaded.module, trainee.policy.module]
     if not GRPO:
         assert isinstance(trainee.reference, Policy)

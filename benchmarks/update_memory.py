@@ -1,11 +1,12 @@
-"""Peak memory of one policy update, by vocabulary and by length, beside a plain transformers forward with full logits.
+"""Peak memory of one policy update, by vocabulary and by length, compared with a plain transformers forward with full
+logits.
 
     python benchmarks/update_memory.py [--quick]
 
-A random Llama (2 layers, 128 wide, tied embeddings, float32, CPU), 8 samples with advantages. Plain: `model(ids)`
-and cross-entropy of its logits, weighed and summed. Every figure is of a process of its own: the most memory
-resident during the update less what was there before it. The gradient of the weights, which both must hold, is in it
-and given beside it. Writes benchmarks/results/update_memory.json, except with --quick.
+A random Llama (2 layers, 128 wide, tied embeddings, float32, CPU), 8 samples with advantages. Plain: `model(ids)` and
+cross-entropy of its logits, weighted and summed. Every figure comes from a separate process: peak resident memory
+during the update minus that before it. It includes the gradient of the weights, which both must store and which is also
+reported separately. Writes benchmarks/results/update_memory.json, except with --quick.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def resident(field: str) -> int:
 
 
 def update(side: str, vocabulary: int, length: int) -> tuple[Callable[[], None], int]:
-    """The update, and how many MiB its weights' gradients are."""
+    """Runs the update; returns the MiB of its weights' gradients."""
     import torch
 
     from plaudit.config import RlAlgorithm
@@ -75,7 +76,7 @@ def point(side: str, vocabulary: int, length: int) -> dict[str, int]:
     import torch
 
     torch.set_num_threads(1)
-    update(side, 64, 8)[0]()  # what the libraries load with their first update is not the update's
+    update(side, 64, 8)[0]()  # exclude what the libraries load with their first update
     run, size = update(side, vocabulary, length)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
     before = resident("VmRSS")
@@ -106,7 +107,7 @@ def show(rows: list[dict[str, int]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two small points; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="two small points; writes no results")
     parser.add_argument("--point", nargs=3, metavar=("SIDE", "VOCABULARY", "LENGTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

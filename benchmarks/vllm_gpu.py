@@ -1,14 +1,15 @@
-"""Generation on one GPU beside vLLM: the same shapes and works in one run, whole calls from token ids to token ids.
+"""Generation on one GPU compared with vLLM: the same shapes and workloads in one run, whole calls from token ids to
+token ids.
 
     python benchmarks/vllm_gpu.py [--shapes 135M,1B,8B,30B-A3B] [--vllm-python PYTHON] [--settings graphs,default]
 
-Random bfloat16 weights, temperature 1, log-probs of the drawn tokens, no end before the last token, fresh random
-prompts in every call, which are drawn before the clock starts. Each work is warmed up with 32 tokens a row and then
-timed twice on both sides; the best counts. vLLM runs in a process of its own, which has ended before ours starts.
+Random bfloat16 weights, temperature 1, log-probs of the sampled tokens, no stop before the last token, new random
+prompts in every call, drawn before timing starts. Each workload is warmed up with 32 tokens per row and then timed
+twice on both sides; the best counts. vLLM runs in a separate process, which exits before ours starts.
     graphs   CUDA graphs captured for up to 1,024 rows
-    default  as vLLM captures them unasked
-Writes benchmarks/results/vllm_gpu.json (--out) after every shape; what that file has of other shapes is kept if it
-is of the same day, commit and card.
+    default  vLLM's default capture sizes
+Writes benchmarks/results/vllm_gpu.json (--out) after every shape; entries for other shapes in that file are kept if
+they are of the same day, commit and card.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def config(shape: str) -> Any:
 
 
 def theirs(python: str, shape: str, setting: str, limit: float) -> list[dict[str, Any]]:
-    """vLLM's rows; those that were done if it fails or the limit is reached, which is said."""
+    """vLLM's rows; if it fails or reaches the limit, the rows completed so far, with a printed notice."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         config(shape).save_pretrained(folder)
@@ -148,7 +149,7 @@ def ours(shape: str) -> list[dict[str, Any]]:
 
 
 def tell(row: dict[str, Any]) -> None:
-    """Adds the rate, and prints it."""
+    """Adds the rate and prints it."""
     rows, new = next((r, n) for r, p, n in WORKS if name_of(r, p, n) == row["work"])
     row["tokens/s"] = rows * new / min(row["seconds"])
     print(f"{row['shape']:8} {row['work']:20} {row['engine']:8} {row['setting']:8} {row['tokens/s']:10,.0f} tokens/s",
@@ -158,9 +159,9 @@ def tell(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--settings", default="graphs", help="of vLLM: graphs, default or both")
+    parser.add_argument("--settings", default="graphs", help="settings of vLLM: graphs, default or both")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for vLLM's start and works, per shape")
+    parser.add_argument("--limit", type=float, default=600.0, help="timeout of vLLM's start and workloads, per shape")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

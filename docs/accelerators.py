@@ -1,4 +1,4 @@
-"""Write docs/accelerators.md: questions of accelerator choice, the commands that answer them, and what they print."""
+"""Writes docs/accelerators.md: questions of accelerator choice, the commands that answer them, and their output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes docs/reference/commands.md: every command with its arguments and options, as `--help` has them.
+"""Writes docs/reference/commands.md: every command with its arguments and options, as `--help` prints them.
 
 python docs/commands.py          write the page
-python docs/commands.py --check  exit 1 where the page is not what would be written
+python docs/commands.py --check  exit 1 if the page is out of date
 """
 
 from __future__ import annotations

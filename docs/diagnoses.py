@@ -1,4 +1,4 @@
-"""Writes into docs/report.md how often each diagnosis is told where it should be, and where it should not.
+"""Writes into docs/report.md how often each diagnosis is reported where it should be, and where it should not.
 
 python docs/diagnoses.py
 """

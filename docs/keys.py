@@ -1,7 +1,7 @@
 """Writes docs/reference/keys.md: every key of every recipe, from the types, defaults and docstrings of plaudit/config.
 
 python docs/keys.py          write the page
-python docs/keys.py --check  exit 1 where the page is not what would be written
+python docs/keys.py --check  exit 1 if the page is out of date
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ and `plaudit init` writes a commented recipe.
 
 
 def tables_of(model: type[Table], path: str = "") -> Iterator[tuple[str, type[Table]]]:
-    """The tables of a recipe with where they are, the top level as ""."""
+    """The tables of a recipe with their paths, the top level as ""."""
     yield path, model
     for name, field in model.model_fields.items():
         for table in inner(field.annotation):
@@ -46,7 +46,7 @@ def inner(annotation: Any) -> Iterator[type[Table]]:
 
 
 def rows_of(model: type[Table]) -> dict[str, str]:
-    """A line of the page for each key: a subclass overrides what it changes."""
+    """A line of the page for each key; a subclass overrides inherited keys."""
     rows: dict[str, str] = {}
     for each in reversed(model.__mro__):
         if not issubclass(each, Table) or each is Table:

@@ -1,7 +1,7 @@
-"""Writes docs/reference/metrics.md: every metric of a training run and of the server, from the code that names them.
+"""Writes docs/reference/metrics.md: every metric of a training run and of the server, from the code that defines them.
 
 python docs/metrics.py          write the page
-python docs/metrics.py --check  exit 1 where the page is not what would be written
+python docs/metrics.py --check  exit 1 if the page is out of date
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes docs/modules.md: every package and module with the first sentence of its docstring.
 
 python docs/modules.py          write the page
-python docs/modules.py --check  exit 1 where the page is not what would be written
+python docs/modules.py --check  exit 1 if the page is out of date
 """
 
 from __future__ import annotations

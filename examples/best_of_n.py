@@ -1,4 +1,4 @@
-"""Best of four: a policy answers, a reward model in the same process chooses."""
+"""Best of four: a policy generates four answers, and a reward model in the same process selects one."""
 
 from __future__ import annotations
 

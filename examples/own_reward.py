@@ -1,4 +1,4 @@
-"""RL with a reward of your own: the share of steps of a sum that are right, and a bonus for the right answer."""
+"""RL with a custom reward: the share of correct steps of a sum, plus a bonus for the right answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`plaudit` in this process: the same parsing, the same output, without the seconds in which a new one imports torch.
+"""Runs `plaudit` in this process: the same parsing and output, without the seconds a new process needs to import torch.
 
-What signals, limits of the kernel or the shell decide needs a process of its own; what the command says does not.
+Behaviour that depends on signals, kernel limits or the shell needs a separate process; a command's output does not.
 """
 
 from __future__ import annotations

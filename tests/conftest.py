@@ -1,4 +1,4 @@
-"""What holds for all tests: how random they are, in which order their files begin, how Triton runs without a GPU."""
+"""Settings for all tests: random seeds, the order of test files, and running Triton without a GPU."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Many processes import the same files: what one has compiled the others read, whatever the environment says.
+# Many processes import the same files: share compiled bytecode regardless of the environment.
 KEEPS_BYTECODE = not sys.dont_write_bytecode
 sys.dont_write_bytecode = False
 
@@ -19,28 +19,28 @@ from plaudit.metrics import undescribed  # noqa: E402
 from tests.browser import MISSING  # noqa: E402
 from tests.rotation import DAY, SHARES, in_turn  # noqa: E402
 
-if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
+if not torch.cuda.is_available():  # set before anything imports Triton, so that its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
 
-# As commands and servers set them, who read them when they start: so all workers can be forked from one process.
+# Commands and servers set these; they are read at start-up, so all workers can be forked from one process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-# The same examples on every machine, however slow it is.
+# The same examples on every machine, regardless of its speed.
 settings.register_profile("plaudit", deadline=None, derandomize=True)
 settings.load_profile("plaudit")
 
-# A machine that is far slower than usual leaves out what its stage has no time for, and lists it.
+# A much slower machine skips the tests that do not fit into its stage's time, and lists them.
 BEGIN = time.monotonic()
 MINUTES = float(os.environ.get("PLAUDIT_MINUTES") or 0)
 OUT_OF_TIME = "the stage has used its minutes (PLAUDIT_MINUTES)"
 
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 
-# Longest first, those of the slow stage before those of the fast one. Begun last, one of these would run on alone while
-# the other processes have nothing left to do.
+# Longest first, those of the slow stage before those of the fast one. Started last, one of these would run alone while
+# the other processes are idle.
 LONGEST = (
     "train/test_ranks.py", "models/test_gguf_import.py", "place/test_placements.py", "tests/test_docs_slow.py",
     "tests/test_chains.py", "place/test_rollout_faults.py", "serve/test_ranks.py", "train/test_embedded.py",
@@ -49,9 +49,9 @@ LONGEST = (
 )  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
+@pytest.hookimpl(tryfirst=True)  # before `-m` evaluates markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--no-loadscope-reorder` keeps this order where several processes share the files."""
+    """`--no-loadscope-reorder` keeps this order when several processes share the files."""
     for item in items:
         if not SLOW.isdisjoint({item.nodeid, item.nodeid.partition("[")[0]}):
             item.add_marker("slow")
@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _in_the_repository() -> Iterator[None]:
-    """Paths of the repository lead somewhere, also after a test that was broken off elsewhere."""
+    """Makes paths relative to the repository work, also after a test that was interrupted elsewhere."""
     root = Path(__file__).parent.parent
     yield
     os.chdir(root)
@@ -98,14 +98,14 @@ def _in_the_repository() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """What a test draws does not depend on the tests before it."""
+    """The random draws of a test do not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _metrics_are_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every metric of the training runs that a file of tests makes is in plaudit/metrics.py, of which the reference
-    page is made. A run has its recipe beside its log and begins with a plan; made-up logs have not."""
+    """Every metric in the training runs of a test file is in plaudit/metrics.py, from which the reference page is
+    generated. A real run has its recipe beside its log and begins with a plan; synthetic logs do not."""
     before = {*tmp_path_factory.getbasetemp().iterdir()}
     yield
     new = [path for path in tmp_path_factory.getbasetemp().iterdir() if path.is_dir() and path not in before]

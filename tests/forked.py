@@ -1,7 +1,6 @@
-"""`plaudit`, a module or some code in a process of its own, forked from one which has imported everything already.
+"""Runs `plaudit`, a module or code in a separate process, forked from one that has already imported everything.
 
-What depends on how Python itself starts (another environment for its libraries), or asks what is imported, needs a new
-process.
+Tests of Python's own start-up (another environment for its libraries), or of what is imported, need a new process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
-# What commands import when they run: here once, and not in every fork.
+# Imports that commands make when they run: once here instead of in every fork.
 import plaudit.critic.server
 import plaudit.place.build
 import plaudit.report.live
@@ -35,8 +34,8 @@ RUN_SECONDS = 600.0
 
 
 class ForkedCommand:
-    """As `subprocess.Popen`: `plaudit ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`. All its output goes to
-    a file, or errors to another one; it has a process group of its own."""
+    """Like `subprocess.Popen`: `plaudit ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`. All its output goes
+    to one file, or errors to a second one; it has its own process group."""
 
     def __init__(
         self, arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None,
@@ -72,7 +71,7 @@ class ForkedCommand:
 
 
 def main(fd: int) -> None:
-    """In the fork."""
+    """Runs in the fork."""
     os.setpgid(0, 0)
     with socket.socket(fileno=fd) as sock, sock.makefile() as lines:
         output, errors, cwd, *arguments = json.loads(lines.readline())
@@ -97,7 +96,7 @@ def main(fd: int) -> None:
 def run_forked(
     *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> CompletedProcess[str]:  # fmt: skip
-    """Such a command to its end, as `subprocess.run` does it."""
+    """Runs such a command to its end, like `subprocess.run`."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "output"), Path(directory, "errors")
         child = ForkedCommand(arguments, output, environment, errors, cwd)
@@ -109,7 +108,7 @@ def run_forked(
 
 
 def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequence[Mapping[str, str]]) -> None:
-    """Such commands side by side, the ranks of something: all must end well."""
+    """Runs such commands in parallel, such as the ranks of a job: all must succeed."""
     files = [outputs / f"output-{n}" for n in range(len(commands))]
     children = [ForkedCommand(*each) for each in zip(commands, files, environments, strict=True)]
     try:
@@ -121,9 +120,9 @@ def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequ
             child.wait()
 
 
-if "plaudit.process.nursery" in sys.orig_argv:  # the process whose forks all of these and their workers are
+if "plaudit.process.nursery" in sys.orig_argv:  # the process from which all of these and their workers are forked
     injected.install()
 
-if __name__ == "__main__":  # where nothing is forked: on a machine with GPUs, and on other systems than Linux
+if __name__ == "__main__":  # where nothing is forked: on a machine with GPUs, and on systems other than Linux
     injected.install()
     main(int(sys.argv[1]))

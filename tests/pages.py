@@ -1,10 +1,10 @@
 """The code blocks of README, CONTRIBUTING and docs/, and the commands in them.
 
-A comment right before a block says what the block itself cannot:
+A comment right before a block sets how it is tested:
 
-    <!-- not run: needs a GPU -->          it is read and parsed, not run, for this reason
-    <!-- slow: starts two processes -->    it is run by the slow tests
-    <!-- added to: sums-grpo -->           TOML: tables that take the place of that recipe's
+    <!-- not run: needs a GPU -->          parsed but not run, for this reason
+    <!-- slow: starts two processes -->    run by the slow tests
+    <!-- added to: sums-grpo -->           TOML: tables that replace those of that recipe
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTE = re.compile(r"<!-- ([a-z ]+?): *(.*?) *-->")
 
 @dataclass(frozen=True)
 class Block:
-    """after   the block that follows on the page, where it is one of text: what this one prints"""
+    """after: the next block on the page if it is text, which is the expected output of this block."""
 
     page: str
     line: int
@@ -48,7 +48,7 @@ class Block:
 
 
 def blocks_of(text: str, page: str) -> list[Block]:
-    """ValueError for a comment before a block that says nothing, or something that nobody reads."""
+    """Raises ValueError for a comment before a block that is empty or that no test reads."""
     found: list[Block] = []
     lines = text.split("\n")
     at = 0
@@ -82,7 +82,7 @@ def _notes(lines: list[str], at: int, page: str) -> dict[str, str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """The commands of a shell block, each with its continued lines in one; comments are left in."""
+    """The commands of a shell block, with continuation lines joined; comments are kept."""
     held = ""
     for line in text.splitlines():
         held = f"{held}\n{line}" if held else line
@@ -91,7 +91,7 @@ def commands(text: str) -> Iterator[str]:
             continue
         try:
             words = shlex.split(held, comments=True)
-        except ValueError:  # a quotation that goes on in the next line
+        except ValueError:  # a quotation that continues on the next line
             continue
         if words:
             yield held
@@ -104,7 +104,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text("utf-8")
 
 
 def furnished(place: Path) -> Path:
-    """A directory with what the commands of the pages name: models at made-up paths, rows to score."""
+    """A directory with the files that the pages' commands name: models at made-up paths, rows to score."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -118,7 +118,7 @@ def furnished(place: Path) -> Path:
 
 
 def stand_in(name: str) -> str:
-    """The embedded model that is like a made-up one."""
+    """The embedded model that stands in for a made-up one."""
     if re.search("prm|process|llemma", name):
         return "sums-steps"
     return "sums" if re.search("reward|rm", name) else "sums-policy"

@@ -1,6 +1,7 @@
-"""Which cases run when. Of some a run takes a share, another one every day: all with PLAUDIT_SOAK set (`make soak`).
+"""Selects which cases run when. Some tests run a share of their cases, a different one every day; PLAUDIT_SOAK runs all
+(`make soak`).
 
-PLAUDIT_DAY, a number, chooses the share: with that of a run that failed, the same cases run again.
+PLAUDIT_DAY, a number, selects the share: with the value of a failed run, the same cases run again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SHARES = int(os.environ.get("PLAUDIT_SHARES") or 1)  # of the slow tests: `make 
 
 
 def in_turn(number: int, shares: int) -> bool:
-    """Whether case `number` is in today's of so many shares."""
+    """Whether case `number` is in today's share, out of this many shares."""
     return SOAK or number % shares == DAY % shares
 
 

@@ -1,4 +1,4 @@
-"""`plaudit.train(...)`: the run of `plaudit train`, from Python."""
+"""`plaudit.train(...)`: the same run as `plaudit train`, from Python."""
 
 from __future__ import annotations
 

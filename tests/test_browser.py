@@ -1,4 +1,4 @@
-"""Tests are collected, and the others run, where there is no playwright."""
+"""Without playwright, tests are still collected, and the others run."""
 
 from __future__ import annotations
 

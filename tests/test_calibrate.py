@@ -1,4 +1,4 @@
-"""The machine at hand, measured: a file that the planner reads, with figures that can be."""
+"""Calibration of this machine: a file that the planner reads, with plausible figures."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The chains of recipes/*.sh from end to end: real commands in their order, with a tiny model in SmolLM2's place."""
+"""The chains of recipes/*.sh from end to end: real commands in their order, with a tiny model instead of SmolLM2."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes."""
+"""The command line as a user sees it: real processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""plaudit-client: built of this tree, and used where there is neither Plaudit nor torch."""
+"""plaudit-client: built from this tree, and used without Plaudit or torch installed."""
 
 from __future__ import annotations
 

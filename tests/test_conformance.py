@@ -1,4 +1,4 @@
-"""The conformance page: written from its table, whose tests are there and whose versions are the installed ones."""
+"""The conformance page is generated from its table; its tests exist and its versions are the installed ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every code block of README, CONTRIBUTING and docs/ is run, or says on the page why not: see tests/pages.py.
+"""Every code block of README, CONTRIBUTING and docs/ is run, or the page states why not: see tests/pages.py.
 
-Here: Python and curl against one server; commands in this process, those that train or search with --dry-run and those
-that serve up to their settings; TOML and JSON by the parsers that read them. What trains, serves and measures is run in
+Here: Python and curl against one server; commands in this process, with --dry-run for training and search, and only up
+to the settings for serving; TOML and JSON by the parsers that read them. Training, serving and measuring are run in
 full by tests/test_docs_slow.py.
 """
 

@@ -1,7 +1,7 @@
-"""The commands of the pages that train, search, serve, plan and measure, for as short as they can.
+"""The commands of the pages that train, search, serve, plan and measure, as short as possible.
 
-A training takes one step and a search a few questions. Servers with --config name models that only their owner has;
-tests/test_docs.py reads their settings. What torchrun starts is tested by tests/train/test_ranks.py and its like.
+A training run takes one step and a search a few questions. Servers with --config name models that only their owner has;
+tests/test_docs.py reads their settings. What torchrun starts is tested by tests/train/test_ranks.py and similar files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples run, and the README beside them lists all of them; other systems are refused in one line."""
+"""The examples run, and their README lists all of them; other systems are refused in one line."""
 
 from __future__ import annotations
 

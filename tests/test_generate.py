@@ -1,4 +1,4 @@
-"""`plaudit generate` as a user meets it, on the embedded policy; tests/test_readme.py runs it from the shell."""
+"""`plaudit generate` as a user sees it, on the embedded policy; tests/test_readme.py runs it from the shell."""
 
 import json
 import shutil

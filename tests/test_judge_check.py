@@ -1,4 +1,4 @@
-"""`plaudit judge-check`: figures worked by hand, judges whose bias is known, and the command with real rewards."""
+"""`plaudit judge-check`: figures computed by hand, judges with known bias, and the command with real rewards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every page that Plaudit makes, on a screen and on a phone, in light and in dark: no texts overlap, nothing is wider,
-and the first screen has the headline and a picture. The pages of a run at work and of a server
-have theirs beside the other tests of them."""
+"""Every page that Plaudit generates, on a screen and on a phone, in light and dark mode: no texts overlap, nothing
+overflows, and the first screen has the headline and a plot. The pages of a live run and of a server are tested with
+their other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of modules, keys and metrics are what the code says, the reading path is short, the log's index is whole."""
+"""Tables of modules, keys and metrics match the code, the reading path is short, the log's index is complete."""
 
 from __future__ import annotations
 

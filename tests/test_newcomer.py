@@ -1,7 +1,7 @@
-"""A newcomer's path: the wheel in an empty environment, files of one's own, the quickstart's commands as they stand.
+"""A newcomer's path: the wheel in an empty environment, one's own files, the quickstart's commands unchanged.
 
-From JSON lines to SFT, GRPO, a reward model, a server, scores and a search. Trainings take a few steps here; with
-PLAUDIT_SOAK (`make soak`) the whole page is run in full, and what was learned is looked at.
+From JSON lines to SFT, GRPO, a reward model, a server, scores and a search. Training takes a few steps here; with
+PLAUDIT_SOAK (`make soak`) the whole page is run in full, and the result of training is checked.
 """
 
 from __future__ import annotations

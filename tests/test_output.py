@@ -1,4 +1,4 @@
-"""What a command writes is whole, or what was there before is."""
+"""The output file of a command is complete, or the previous one is unchanged."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""What the package says of itself: dependencies and files, as pip would read them."""
+"""The package's metadata: dependencies and files, as pip would read them."""
 
 import re
 import tomllib

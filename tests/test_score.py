@@ -1,4 +1,4 @@
-"""`plaudit score` as a user meets it: real processes, the embedded models, a real server."""
+"""`plaudit score` as a user sees it: real processes, the embedded models, a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The documentation site: each page has a place, that of commands is up to date, symptoms name what there is."""
+"""The documentation site: each page is in the navigation, the command reference is up to date, symptoms name existing
+things."""
 
 from __future__ import annotations
 

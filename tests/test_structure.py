@@ -1,4 +1,5 @@
-"""The rules of the tree: layers, no circles, small folders and files, one meaning per class name in a package."""
+"""The rules of the source tree: layers, no import cycles, small folders and files, one meaning per class name in a
+package."""
 
 from __future__ import annotations
 

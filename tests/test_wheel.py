@@ -1,4 +1,4 @@
-"""The wheel in an empty environment and another directory: what a user has who never saw the source tree."""
+"""The wheel in an empty environment and another directory: what a user has without the source tree."""
 
 import json
 import os

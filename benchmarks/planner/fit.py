@@ -1,7 +1,7 @@
-"""Fit of the planner's constants on rows: stage by stage, inside physical bounds, from round starting values.
+"""Fits the planner's constants to rows: stage by stage, inside physical bounds, from round starting values.
 
-Training first, then decode with what both share held to both, then the few constants that RL steps alone have. The loss
-is the mean absolute log ratio, cut at 1 so that no single row leads.
+Training first, then decode together with the constants both share, then the few constants of RL steps. The loss is the
+mean absolute log ratio, clipped at 1 so that no single row dominates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.rows import answer
 from plaudit.plan import Constants
 
 BOUNDS: dict[str, tuple[float, float, float]] = {
-    # name: (start, least, most)
+    # name: (start, minimum, maximum)
     "bandwidth_share": (0.85, 0.75, 0.95),
     "gemm_share": (0.70, 0.55, 0.80),
     "narrow_gemm_share": (0.60, 0.45, 0.75),
@@ -65,7 +65,7 @@ def loss(rows: Sequence[Row], metrics: Sequence[str], constants: Constants) -> f
             continue
         error = min(1.0, abs(math.log(max(found.predicted, 1e-12) / found.measured)))
         by_metric.setdefault(wanted[0], []).append(error)
-    # Metrics count alike, TPOT double: it is the cleanest measurement of the set.
+    # Metrics have equal weight, TPOT double: it is the cleanest measurement of the set.
     weights = {name: 2.0 if name == "tpot" else 1.0 for name in by_metric}
     total = sum(weights.values())
     return sum(weights[name] * sum(errors) / len(errors) for name, errors in by_metric.items()) / max(1.0, total)

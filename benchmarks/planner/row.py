@@ -1,4 +1,4 @@
-"""A row of published measurements: how its columns are read, and the model and machine it names."""
+"""A row of published measurements: parses its columns, and resolves the model and machine it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = 256.0
 
 
 class Unplannable(Exception):
-    """The row does not say what a plan needs."""
+    """The row lacks something that a plan needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def number(row: Row, key: str) -> float | None:
 
 
 def count(row: Row, key: str) -> int | None:
-    """A whole number of one or more."""
+    """An integer of at least one."""
     found = number(row, key)
     if found is not None and (found < 1 or found != int(found)):
         raise Unplannable(f"{key} = {row[key]!r}: expected a whole number of one or more")
@@ -63,7 +63,7 @@ def required(row: Row, key: str, what: str) -> float:
 
 
 def copies(devices: int, *cuts: int) -> int:
-    """Data parallel copies of a model that is cut so."""
+    """Data-parallel copies of a model with this layout."""
     if min(cuts) < 1 or devices < math.prod(cuts):
         raise Unplannable(f"cuts of {' × '.join(map(str, cuts))} take more than {devices} devices")
     return devices // math.prod(cuts)
@@ -83,7 +83,7 @@ CHIP = re.compile(
 
 
 def gpu_name(row: Row) -> str:
-    """As the catalogue has it: sources write H100-SXM5-80GB, NVIDIA H100 80GB HBM3, 96GB-class (H20) ..."""
+    """The catalogue's name; sources write H100-SXM5-80GB, NVIDIA H100 80GB HBM3, 96GB-class (H20) ..."""
     text = row["gpu"].replace("_", " ")
     if not text:
         raise Unplannable("no accelerator named")
@@ -127,5 +127,5 @@ def dtype(row: Row, model: ModelShape) -> str:
     found = next((name for name, written in FORMATS.items() if re.search(written, stated)), stated)
     if found not in DTYPE_BYTES:
         raise Unplannable(f"the planner knows no format {row['dtype']!r}")
-    # Published in four bits; what a chip cannot multiply in is unpacked.
+    # Published in four bits; formats that a chip cannot multiply in are unpacked.
     return "fp4" if model.name.startswith("gpt-oss") and row["architecture"].startswith("serving") else found

@@ -1,7 +1,7 @@
-"""Rows of published measurements, each turned into a plan: what the source says, and nothing fitted to the row.
+"""Turns each row of published measurements into a plan from what the source states; nothing is fitted to the row.
 
-Where a source is silent the planner chooses (layout), or one default holds for all rows (a prompt of 256 tokens, four
-updates where only a global batch is known). A row that lacks what a plan cannot do without is refused with the reason.
+Where a source is silent the planner chooses (layout), or one default applies to all rows (a prompt of 256 tokens, four
+updates where only a global batch is known). A row without a value that a plan requires is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def bridge(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
 def fastest_trainer(
     row: Row, where: Cluster, model: ModelShape, batch: float, length: float, constants: Constants
 ) -> Trainer:
-    """Of a run whose source names no cut: the one that the planner would take of those that fit."""
+    """For a run whose source names no layout: the fastest that fits, as the planner would choose."""
     workload = Workload(replace(model, max_context=0), prompt=0, response=length, max_response=length)
     found: dict[Trainer, float] = {}
     for cut in training_layouts(workload, where):
@@ -83,7 +83,7 @@ def fastest_trainer(
 def train_rate(row: Row, constants: Constants) -> Answer:
     trainer, batch, length = bridge(row, constants)
     seconds = trainer.step(batch, length).value
-    # How well an unnamed cut was chosen is not the planner's to say: shown, not counted.
+    # The planner cannot say how well an unnamed layout was chosen: shown, not counted.
     target = "training" if BRIDGE_CUT.search(row["notes"]) else ""
     return Answer(batch * length / seconds / trainer.cluster.devices, float(row["value"]), target)
 
@@ -93,7 +93,7 @@ def train_tflops(row: Row, constants: Constants) -> Answer:
     model = trainer.model
     flops = batch * length * (6 * model.active_parameters + 3 * model.attention_flops(length / 2))
     seconds = trainer.step(batch, length).value
-    # The same runs as the throughput rows, said in other words: shown, not counted twice.
+    # The same runs as the throughput rows in another metric: shown, not counted twice.
     return Answer(flops / seconds / trainer.cluster.devices / 1e12, float(row["value"]), "")
 
 
@@ -147,8 +147,8 @@ def train_layout(row: Row, devices: int, length: float) -> TrainingLayout | None
 
 @lru_cache(maxsize=256)
 def _searched(workload: Workload, plan: str, where: Cluster, engines: Cluster | None) -> Plan:
-    """The layouts that the planner itself would take, with the constants as shipped: a source may name none."""
-    # Where phases that have the devices to themselves do not fit, the optimizer may wait on the host all the time.
+    """The layouts that the planner itself would choose, with the shipped constants: a source may name none."""
+    # Where phases that use the devices exclusively do not fit, the optimizer may stay on the host throughout.
     for placement in (plan, "hybrid") if plan == "swapped" else (plan,):
         found = Search(workload, where, placements=(placement,), generation_cluster=engines).run().plans
         if found:
@@ -174,7 +174,7 @@ def reinforcement(row: Row, constants: Constants) -> Prediction:
     algorithm = "ppo" if row["algorithm"] == "PPO" and "no critic" not in row["algorithm"] else "grpo"
     aligner = row["system"] == "NeMo-Aligner"
     small = ModelShape.named("opt-350m") if row["system"].startswith("DeepSpeed-Chat") else None
-    # NeMo-Aligner's critic and reward run beside the actor on nodes of their own: the actor's side is the step.
+    # NeMo-Aligner's critic and reward run beside the actor on their own nodes: the actor's side sets the step.
     workload = Workload(
         model, "grpo" if aligner else algorithm, prompt, response, max(most, response), batch, 1, updates, critic=small,
         reward=small, dtype=kind,
@@ -204,10 +204,10 @@ def plan_of(row: Row, workload: Workload, where: Cluster, length: float) -> Plan
     if layout is None or tp is None:
         return _searched(workload, placement, where, engines)
     generation = GenerationLayout(int(tp), int(number(row, "gen_pp") or 1))
-    # NeMo RL packs tensors and gathers the next bucket while one is sent.
+    # NeMo RL packs tensors and gathers the next bucket while one is being sent.
     plan = Plan(placement, where, engines or where, generation, layout, "pipeline" if engines else "ipc",
                 int(ahead[1]) if ahead else 1 if overlapped else 0)  # fmt: skip
-    # Sources seldom say whether they recompute: they do where the step would not fit otherwise.
+    # Sources seldom state whether they recompute: assume they do where the step would not fit otherwise.
     for recompute, park in (("none", False), ("none", True), ("full", True)):
         plan = replace(plan, training=replace(layout, recompute=recompute, park=park))
         needed = Parts(workload, plan, Constants()).training_memory(0.0).value
@@ -255,7 +255,7 @@ def epoch_time(row: Row, constants: Constants) -> Answer:
 
 
 def epoch_cost(row: Row, constants: Constants) -> Answer:
-    """At the highest price on demand: the sources of such rows paid the list price of a large cloud."""
+    """At the highest on-demand price: the sources of such rows paid the list price of a large cloud."""
     hours, where = epoch_time(row, constants).predicted, machine(row)
     return Answer(hours * where.devices * price_of(where, "high"), float(row["value"]), "")
 
@@ -273,7 +273,7 @@ def generation_share(row: Row, constants: Constants) -> Answer:
 
 
 def model_flops_share(row: Row, constants: Constants) -> Answer:
-    """Of training alone: 6 FLOPs for a parameter and token, over the rate of the data sheet."""
+    """For training only: 6 FLOPs per parameter and token, over the data-sheet rate."""
     found = reinforcement(row, constants)
     work, where = found.workload, found.plan.cluster
     tokens = work.batch * work.length * work.epochs
@@ -307,17 +307,17 @@ def sync_seconds(row: Row) -> float:
     try:
         chip = accelerator(gpu_name(row))
     except (PlauditError, Unplannable):
-        chip = accelerator("H100")  # Of the chip a channel asks for the network alone, and 50 GB/s is the common one.
+        chip = accelerator("H100")  # Only the network speed matters for a channel, and 50 GB/s is the common one.
     fp8 = "fp8" in row["model"].lower()
     to = "fp8" if row["dtype"] == "fp8" or "mxfp8" in row["notes"].lower() else None
     if "ipc" in channel_of(row) or "co-located sync" in row["architecture"]:
-        to = None  # Cast where they lie, in the pass that copies them.
+        to = None  # Cast in place, in the pass that copies them.
     senders = max(1, (count(row, "n_gpus") or 1) // 2) if to else 1
     return transfer(find(channel_of(row)), model, chip, "fp8" if fp8 else "bf16", to, parameters, senders).value
 
 
 def weight_sync(row: Row, constants: Constants) -> Answer:
-    # Casting has one constant, chosen on the only rows that have it: shown, not counted.
+    # Casting has one constant, fitted on the only rows that have it: shown, not counted.
     cast = row["dtype"] == "fp8" and "fp8" not in row["model"].lower()
     return Answer(sync_seconds(row), float(row["value"]), "" if cast else "weight sync")
 
@@ -343,7 +343,7 @@ def verl_memory(row: Row, constants: Constants) -> Answer:
     offloaded = "offload" in row["notes"]
     layout = TrainingLayout(tp, pp, copies(where.devices, tp, pp), ep, recompute="full", offload_optimizer=offloaded)
     workload = Workload(model, "grpo", PROMPT, required(row, "response_len", "mean response length"), 0, 512)
-    # The engine's cut is not said: the smallest that holds the weights.
+    # The engine's layout is not stated: the smallest that fits the weights.
     generation = GenerationLayout(32)
     plan = Plan("swapped", where, where, generation, layout, "ipc")
     found = predict_plan(workload, plan, constants)
@@ -401,7 +401,7 @@ PLANNERS: Mapping[str, Callable[[Row, Constants], Answer]] = {
 
 
 def answer(row: Row, constants: Constants) -> Answer:
-    """The prediction of a row. Raises Unplannable with the reason."""
+    """The prediction for a row. Raises Unplannable with the reason."""
     planner = PLANNERS.get(row["metric"])
     if planner is None:
         raise Unplannable(f"the planner says nothing about {row['metric']!r}")

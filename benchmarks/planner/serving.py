@@ -1,4 +1,4 @@
-"""Rows of engines that serve: time per token, rate under load, rate at a given speed for each user."""
+"""Rows of serving engines: time per token, rate under load, rate at a given speed per user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SATURATED = 2048.0
 
 
 def said_layout(row: Row) -> GenerationLayout | None:
-    """The cut that the source names; None where it names none."""
+    """The layout that the source names; None where it names none."""
     notes = row["notes"]
     dealt = re.search(r"\bDEP(\d+)", notes) or re.search(r"_tp1_ep(\d+)_", notes)
     together = re.search(r"_tp(\d+)_ep(\d+)_", notes) or re.search(r"\bTP(\d+)[ ,/;]*EP(\d+)\b", notes)
@@ -31,7 +31,7 @@ def said_layout(row: Row) -> GenerationLayout | None:
 
 
 def engines(row: Row, constants: Constants) -> Iterator[Replica]:
-    """The replica as the source cuts it, or as it could be cut where the source is silent."""
+    """The replica with the source's layout, or the possible layouts where the source is silent."""
     model, where = shape(row), machine(row)
     kind, stated = dtype(row, model), said_layout(row)
     tensorrt = row["system"].lower().replace("-", "").startswith(("tensorrt", "trtllm"))
@@ -55,7 +55,7 @@ def replicas(engine: Replica) -> int:
 
 
 def per_token(engine: Replica, sequences: float, prompt: float, response: float) -> float:
-    """Between two tokens of a response, with the prefills of those that follow in between."""
+    """Time between two tokens of a response, including the prefills of later requests in between."""
     step = engine.step_seconds(sequences, prompt + response / 2)
     return step + sequences * engine.prefill_seconds(prompt) / response
 
@@ -70,7 +70,7 @@ def lengths_of(row: Row) -> tuple[float, float]:
 
 
 def room(engine: Replica, prompt: float, response: float) -> float:
-    """Sequences whose caches fit in a replica."""
+    """Number of sequences whose caches fit in a replica."""
     free = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - engine.constants.graph_bytes
     return bytes_of.concurrency(engine, free, prompt + response)
 
@@ -80,9 +80,9 @@ def tpot(row: Row, constants: Constants) -> Answer:
     prompt, response = lengths_of(row)
     if response < 2:
         raise Unplannable(f"a response of {response:g} tokens has no time between tokens")
-    # Concurrency is of the whole server; replicas beside one another share it.
+    # Concurrency is that of the whole server and is divided over its replicas.
     concurrency = required(row, "batch", "concurrency") / replicas(engine)
-    # What the cache has no room for waits outside, and its time is no time between tokens.
+    # Sequences that do not fit in the cache queue; their waiting time is not inter-token latency.
     sequences = max(1.0, min(concurrency, room(engine, prompt, response)))
     seconds = per_token(engine, sequences, prompt, response)
     target = ("TPOT, experts" if engine.model.experts else "TPOT, dense") if row["metric"] == "tpot" else ""
@@ -97,14 +97,14 @@ def first_token(row: Row, constants: Constants) -> Answer:
 
 
 def latency(row: Row, constants: Constants) -> Answer:
-    """Of a whole request: the first token, and the others one by one."""
+    """Of a whole request: time to first token plus the decode steps."""
     token = tpot({**row, "metric": "tpot"}, constants)
     first, measured = first_token(row, constants).predicted, token.measured
     return Answer(first + (lengths_of(row)[1] - 1) * token.predicted, measured, "")
 
 
 def rate(engine: Replica, sequences: float, prompt: float, response: float) -> float:
-    """Tokens per second of all devices."""
+    """Tokens per second over all devices."""
     return replicas(engine) * sequences / per_token(engine, sequences, prompt, response)
 
 
@@ -119,13 +119,14 @@ def serving_rate(row: Row, constants: Constants) -> Answer:
     where = machine(row)
     if not found:
         raise Unplannable(f"{row['model']} does not fit in {where.name}")
-    # A source that names no cut has taken the best one.
+    # A source that names no layout is assumed to have used the best one.
     each = where.devices if row["unit"].endswith("/GPU") else 1
     return Answer(max(found) / each, float(row["value"]), "")
 
 
 def rate_for_users(row: Row, constants: Constants) -> tuple[float, int]:
-    """(tokens per second, devices) of the cut and load with the most, while each user gets the speed that is said."""
+    """(tokens per second, devices) of the layout and load with the highest rate at which each user gets the stated
+    speed."""
     speed = re.search(r"([\d.]+) tok/s/user", row["notes"])
     if not speed:
         raise Unplannable("no speed for a user")
@@ -149,7 +150,7 @@ def rate_per_megawatt(row: Row, constants: Constants) -> Answer:
 
 
 def token_cost(row: Row, constants: Constants) -> Answer:
-    """Of a million tokens, on hardware that the operator owns (InferenceX's figures are of that kind)."""
+    """Cost of a million tokens, on hardware that the operator owns (InferenceX's figures are of that kind)."""
     found, devices = rate_for_users(row, constants)
     price = price_of(machine(row), "owned")
     return Answer(price * devices / 3600 / found * 1e6, float(row["value"]), "")

@@ -1,4 +1,4 @@
-"""A reward that tells the samples of a policy apart that knows nothing: the share of words with even numbers."""
+"""A reward that differs between samples of an untrained policy: the share of words with even numbers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A reward model behind FastAPI as it is usually written by hand: one request, one padded forward, on the event loop.
+"""A reward model behind FastAPI as usually written by hand: one request, one padded forward, on the event loop.
 
     python fastapi_server.py MODEL PORT --stats FILE [--device cuda] [--dtype bfloat16]
 
-POST /score {"sequences": [[ids], ...]} answers {"scores": [..]}. Runs in .venv-vllm, which brings FastAPI, uvloop
-and httptools. At the end it writes how many tokens it was given and how many it computed.
+POST /score {"sequences": [[ids], ...]} answers {"scores": [..]}. Runs in .venv-vllm, which includes FastAPI, uvloop and
+httptools. On exit it writes how many tokens it received and how many it computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     async def health() -> dict[str, str]:
         return {"status": "ready"}
 
-    # async with the forward inside, as OpenRLHF's reward server has it
+    # async with the forward inside, as in OpenRLHF's reward server
     @app.post("/score")
     async def score(question: Question) -> Answer:
         longest = max(map(len, question.sequences))
@@ -60,7 +60,7 @@ def main() -> None:
         counts["forwards"] += 1
         return Answer(scores=scores)
 
-    # the application's end, not after run(): uvicorn sends itself the signal again once it has stopped
+    # at application shutdown, not after run(): uvicorn re-raises the signal once it has stopped
     app.router.on_shutdown.append(lambda: Path(options.stats).write_text(json.dumps(counts)))
     uvicorn.run(app, host="127.0.0.1", port=options.port, access_log=False, log_level="warning")
 

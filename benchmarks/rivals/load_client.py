@@ -1,11 +1,11 @@
-"""A load of ready-made HTTP requests over keep-alive connections, in a process of its own and by raw sockets.
+"""Sends prepared HTTP requests over keep-alive connections, in a separate process with raw sockets.
 
     python load_client.py PORT CONNECTIONS REQUESTS ANSWERS [SECONDS]
 
 REQUESTS and ANSWERS are files of records: 4 bytes of length (little endian), then the bytes. Every connection sends the
-next request as soon as its last one is answered, until none is left or SECONDS have passed. ANSWERS gets the body of
-every answer in the order of the requests. Prints {"seconds", "latencies" (in seconds, in that order), "cpu": seconds of
-processor time the client itself took}. Any answer but 200 ends the run with its text.
+next request as soon as its previous one is answered, until none is left or SECONDS have passed. ANSWERS receives the
+body of every answer in the order of the requests. Prints {"seconds", "latencies" (in seconds, in that order), "cpu":
+CPU seconds of the client itself}. Any status other than 200 ends the run with the response text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_records(path: str | Path, rows: list[bytes]) -> None:
 
 
 def body_of(answer: bytes) -> bytes | None:
-    """The body once all of it is there; None before."""
+    """The body once it is complete; None before."""
     head, found, body = answer.partition(b"\r\n\r\n")
     if not found:
         return None
@@ -65,7 +65,7 @@ def main() -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         selector.register(connection, selectors.EVENT_READ)
         sockets.append(connection)
-    asking: dict[socket.socket, int] = {}  # the request a connection waits for
+    asking: dict[socket.socket, int] = {}  # the request that a connection waits for
     received: dict[socket.socket, bytes] = {}
     upcoming = 0
     gc.disable()
@@ -75,7 +75,7 @@ def main() -> None:
         nonlocal upcoming
         if upcoming == len(requests) or time.perf_counter() - begin > seconds:
             asking.pop(connection, None)
-            selector.unregister(connection)  # the server may drop it now: it is idle
+            selector.unregister(connection)  # the server may close it now: it is idle
             return
         asking[connection] = upcoming
         received[connection] = b""

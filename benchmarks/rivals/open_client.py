@@ -1,11 +1,11 @@
-"""Ready-made HTTP requests that arrive when they arrive, whether or not earlier ones are answered.
+"""Sends prepared HTTP requests at random arrival times, whether or not earlier ones have been answered.
 
     python open_client.py PORT RATE SEED REQUESTS
 
-REQUESTS is a file of records as load_client.py has them. Arrivals are a Poisson process of RATE requests a second. A
-request takes an idle connection or opens one, and its latency counts from its arrival, so that what waits in the client
-counts too. Prints {"seconds", "latencies" (in seconds, in order), "late": the most seconds that a request was sent
-after its arrival}. Any answer but 200 ends the run with its text.
+REQUESTS is a file of records in load_client.py's format. Arrivals are a Poisson process of RATE requests per second. A
+request uses an idle connection or opens one, and its latency counts from its arrival, so waiting in the client is
+included. Prints {"seconds", "latencies" (in seconds, in order), "late": the longest delay in seconds between an arrival
+and its sending}. Any status other than 200 ends the run with the response text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
             data = connection.recv(1 << 16)
             if not data and connection in asking:
                 raise SystemExit("the server closed a connection")
-            if not data:  # it was idle for too long
+            if not data:  # it was idle for too long and the server closed it
                 idle.remove(connection)
                 selector.unregister(connection)
                 continue

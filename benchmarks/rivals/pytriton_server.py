@@ -2,10 +2,10 @@
 
     python pytriton_server.py MODEL PORT --batch 16 --delay 2000 [--empty] --stats FILE
 
-Inputs `tokens` [B, T] padded with 0 on the right and `sequence_lengths` [B, 1], output `rewards` [B, 1]. Triton merges
-requests of one T only, so clients pad to a fixed T and the server cuts the batch back to its longest row. One
-forward at a time. --empty answers zeros without a model: what PyTriton itself costs.
-Runs in .venv-pytriton. On SIGTERM it writes how many tokens it was given and how many it computed.
+Inputs `tokens` [B, T] padded with 0 on the right and `sequence_lengths` [B, 1], output `rewards` [B, 1]. Triton only
+merges requests of one T, so clients pad to a fixed T and the server truncates the batch to its longest row. One forward
+at a time. --empty answers zeros without a model, which measures the overhead of PyTriton itself. Runs in
+.venv-pytriton. On SIGTERM it writes how many tokens it received and how many it computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytriton.triton import Triton, TritonConfig
 
 
 class Scorer:
-    """A padded forward of transformers, and a count of what the padding cost."""
+    """A padded forward of transformers, and counts of received and computed tokens."""
 
     def __init__(self, model: str) -> None:
         import torch
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("port", type=int)
     parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--delay", type=int, required=True, help="microseconds a request may wait for company")
+    parser.add_argument("--delay", type=int, required=True, help="microseconds a request may wait to be batched")
     parser.add_argument("--empty", action="store_true")
     parser.add_argument("--stats", required=True)
     options = parser.parse_args()

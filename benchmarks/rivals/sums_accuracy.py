@@ -1,4 +1,4 @@
-"""How often a policy of the sums world is right on held-out problems, measured by one code for every trainer."""
+"""Accuracy of a policy of the sums world on held-out problems, measured by the same code for every trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from plaudit.worlds.sums import Problem, judge
 
 
 class SumsAccuracy:
-    """Holds a policy of its own, into which the trainer's weights are copied: the trainer's module is not touched."""
+    """Uses its own copy of the policy, into which the trainer's weights are copied, so the trainer's module is not
+    changed."""
 
     def __init__(self, policy: str, items: int) -> None:
         self.loaded = load_policy(policy)
@@ -21,7 +22,7 @@ class SumsAccuracy:
         self.version = 0
 
     def of(self, module: Any) -> float:
-        """One sampled answer to each problem, at temperature 1, with the same luck every time."""
+        """The accuracy of one sampled answer per problem, at temperature 1, with the same random draws every time."""
         self.loaded.module.load_state_dict(module.state_dict())
         self.version += 1
         self.engine.new_version(self.version)

@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer on the sums world, for benchmarks/rl_vs_trl.py. Runs in TRL's environment, reads its work as JSON.
+"""TRL's GRPOTrainer on the sums world, for benchmarks/rl_vs_trl.py. Runs in TRL's environment and reads its work as
+JSON.
 
-As fast as we know to make it on a CPU: transformers' generation of all samples at once, one forward pass, no
-checkpointing of activations, no dropout, no logging but what is measured."""
+Configured for the highest speed we know on a CPU: transformers' generation of all samples at once, one forward pass, no
+activation checkpointing, no dropout, no logging except of what is measured."""
 
 import json
 import logging
@@ -34,7 +35,7 @@ def exact(completions, answer, **_):
 
 
 class Timed(GRPOTrainer):
-    """Where a step's time goes."""
+    """Records the phases of a step's time."""
 
     spent: dict
 

@@ -1,8 +1,8 @@
-"""TRL's DPOTrainer and DistillationTrainer for benchmarks/methods_vs_trl.py. Runs in TRL's environment, reads its work
-as JSON.
+"""TRL's DPOTrainer and DistillationTrainer for benchmarks/methods_vs_trl.py. Runs in TRL's environment and reads its
+work as JSON.
 
-As fast as we know to make them on a CPU: the reference's log-probs before training, the whole batch in one pass, no
-checkpointing of activations, no logging but what is measured."""
+Configured for the highest speed we know on a CPU: the reference's log-probs before training, the whole batch in one
+pass, no activation checkpointing, no logging except of what is measured."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class Watch(TrainerCallback):
         self.steps, self.begin = [], None
 
     def on_step_begin(self, args, state, control, **_):
-        # The batch was made before this is called: the clock runs from the end of the step before.
+        # The batch was made before this is called, so timing starts at the end of the previous step.
         self.begin = self.begin or (time.perf_counter(), time.process_time())
 
     def on_step_end(self, args, state, control, **_):
@@ -42,7 +42,7 @@ class Watch(TrainerCallback):
 
 
 class KeptLosses:
-    """The loss of every step, in order, and rows in the order of the file."""
+    """Records the loss of every step, in order, and keeps the rows in the order of the file."""
 
     losses: list
 

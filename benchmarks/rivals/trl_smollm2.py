@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the task of smollm2-grpo, for benchmarks/smollm2_vs_trl.py. Reads its work as JSON.
 
-transformers' generation of all samples at once, the update in as many parts as asked, bf16 arithmetic on float32
-weights (TRL's default), no checkpointing of activations, no logging but what is measured."""
+transformers' generation of all samples at once, the requested number of gradient accumulation steps, bf16 arithmetic on
+float32 weights (TRL's default), no activation checkpointing, no logging except of what is measured."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def right(completions, answer, **_):
 
 
 class Watch(TrainerCallback):
-    """Seconds and reward of each step; the end at the target or when the time is over."""
+    """Records seconds and reward of each step; stops at the target or the time limit."""
 
     def __init__(self):
         self.steps = []

@@ -1,7 +1,7 @@
-"""Beam search as search-and-learn does it, for benchmarks/search_vs_vllm.py. Runs in vLLM's environment, reads its work
-as JSON: vLLM generates one step of every beam of all questions in one call, with prefix caching; a process model in
-transformers then reads every path whole, in padded batches; the best of the distinct beams go on and are repeated to
-the width. Prints a line of JSON for each work."""
+"""Beam search as search-and-learn does it, for benchmarks/search_vs_vllm.py. Runs in vLLM's environment and reads its
+work as JSON: vLLM generates one step of every beam of all questions in one call, with prefix caching; a process model
+in transformers then reads every whole path, in padded batches; the best distinct beams are kept and repeated to the
+width. Prints a line of JSON for each workload."""
 
 import json
 import os
@@ -26,7 +26,7 @@ class Beam:
 
 @torch.inference_mode()
 def score(prm, tokenizer, beams, batch):
-    """The last step's probability. Paths of like length are padded together."""
+    """The last step's probability. Paths of similar length are padded together."""
     order = sorted(beams, key=lambda beam: beam.tokens)
     for start in range(0, len(order), batch):
         some = order[start : start + batch]
@@ -43,7 +43,7 @@ def search(given, llm, prm, tokenizer, questions):
     beams = [Beam(question) for question in questions for _ in range(width)]
     spent = {"generate": 0.0, "score": 0.0}
     generated = calls = 0
-    # As search-and-learn leaves it, no request has a seed: equal prompts get different steps.
+    # As in search-and-learn, no request has a seed: equal prompts get different steps.
     params = SamplingParams(
         temperature=1.0, max_tokens=given["step_tokens"], stop=[stop], include_stop_str_in_output=True
     )
@@ -85,9 +85,9 @@ def main():
             found = search(given, llm, prm, tokenizer, work["questions"])
             print(json.dumps({"work": work["name"], "seconds": time.perf_counter() - began, **found}), flush=True)
             llm.reset_prefix_cache()
-        llm.llm_engine.engine_core.shutdown()  # its process would hold our output open
-    os._exit(0)  # its threads abort an ordinary exit
+        llm.llm_engine.engine_core.shutdown()  # its process would keep our output pipe open
+    os._exit(0)  # its threads abort a normal exit
 
 
-if __name__ == "__main__":  # vLLM starts its engine's process from this file
+if __name__ == "__main__":  # vLLM spawns its engine process from this file
     main()

@@ -1,7 +1,7 @@
-"""vLLM's offline generation, for benchmarks/vllm_gpu.py. Runs in vLLM's environment, reads its work as JSON.
+"""vLLM's offline generation, for benchmarks/vllm_gpu.py. Runs in vLLM's environment and reads its work as JSON.
 
-Random weights (`load_format="dummy"`), token ids in and out, log-probs of the drawn tokens. Prints a line of JSON for
-the start and for each work."""
+Random weights (`load_format="dummy"`), token ids in and out, log-probs of the sampled tokens. Prints a line of JSON for
+the start and for each workload."""
 
 import json
 import os
@@ -35,5 +35,5 @@ for work in given["works"]:
         if any(len(x.token_ids) != new or len(x.logprobs) != new for x in drawn):
             raise SystemExit(f"vLLM gave fewer tokens or log-probs than the {new} of each row")
     print(json.dumps({"work": work["name"], "seconds": seconds[1:]}), flush=True)
-llm.llm_engine.engine_core.shutdown()  # its process would hold our output open
-os._exit(0)  # its threads abort an ordinary exit
+llm.llm_engine.engine_core.shutdown()  # its process would keep our output pipe open
+os._exit(0)  # its threads abort a normal exit

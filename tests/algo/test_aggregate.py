@@ -1,4 +1,4 @@
-"""What a token counts, by hand on a ragged batch, and gradients that do not see how the batch was split."""
+"""Token weights in the loss, by hand on a ragged batch, and gradients that do not depend on how the batch was split."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""Every estimator's expected gradient, exact over all outcomes, beside the gradient of the expected reward.
+"""Every estimator's expected gradient, exact over all outcomes, compared with the gradient of the expected reward.
 
-A softmax policy over three tokens, and one that goes on to a second token unless the first is 0, which ends the sample:
-seven responses of one or two tokens. An outcome is a group of responses drawn independently; its loss is weighed with
+A softmax policy over three tokens, which continues with a second token unless the first is 0, which ends the sample:
+seven responses of one or two tokens. An outcome is a group of responses drawn independently; its loss is weighted by
 its probability and the sum is differentiated.
 """
 

@@ -1,4 +1,4 @@
-"""Samples of an engine that disagrees with the learner."""
+"""Off-policy correction for samples of an engine whose log-probs differ from the learner's."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Advantages of a critic and returns, by hand and against the definition."""
+"""Critic advantages (GAE) and returns, by hand and against the definition."""
 
 import pytest
 import torch

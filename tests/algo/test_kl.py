@@ -1,4 +1,4 @@
-"""Estimators of the KL: figures by hand, expectations and gradients by enumeration."""
+"""Estimators of the KL: values by hand, expectations and gradients by enumeration."""
 
 import math
 

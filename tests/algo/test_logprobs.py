@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a vocabulary head, against brute force; what is held for the backward pass."""
+"""Log-probabilities and entropies of a vocabulary head, against brute force; what is stored for the backward pass."""
 
 import math
 from collections.abc import Callable

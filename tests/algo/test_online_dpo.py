@@ -1,4 +1,4 @@
-"""Online DPO by hand: which responses are a pair, the loss of a pair, and its gradient in float64."""
+"""Online DPO by hand: which responses form a pair, the loss of a pair, and its gradient in float64."""
 
 from math import exp, log
 

@@ -1,4 +1,4 @@
-"""PPO, GSPO, CISPO, REINFORCE and the value loss: figures and gradients by hand."""
+"""PPO, GSPO, CISPO, REINFORCE and the value loss: values and gradients by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Losses of preference methods: worked by hand, and their gradients against the papers' own."""
+"""Losses of preference methods: computed by hand, and their gradients against those in the papers."""
 
 import math
 

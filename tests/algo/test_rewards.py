@@ -1,4 +1,4 @@
-"""What is done to rewards before they become advantages."""
+"""Transformations of rewards before they become advantages."""
 
 import json
 import math

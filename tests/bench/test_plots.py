@@ -1,4 +1,4 @@
-"""The pictures of docs/benchmarks, from small records by hand."""
+"""The plots of docs/benchmarks, from small hand-written records."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Every rival's figure on a benchmark page comes from a result file that says what ran, how, where and when."""
+"""Every rival's figure on a benchmark page comes from a result file that records what ran, how, where and when."""
 
 import importlib
 import json

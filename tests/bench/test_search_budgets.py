@@ -1,4 +1,4 @@
-"""Where a search would end under limits, read off a whole one, is where a real search under them ends."""
+"""The point at which limits end a search, derived from a whole one, is where a real search under those limits ends."""
 
 from __future__ import annotations
 

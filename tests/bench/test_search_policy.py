@@ -1,4 +1,5 @@
-"""The tasks of benchmarks/search_policy_gpu.py are checked as by hand, and best-of-n is the mean over its pool."""
+"""The checks of the tasks in benchmarks/search_policy_gpu.py agree with checks by hand; best-of-n is the mean over its
+pool."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""The policy of benchmarks/search_rate_gpu.py writes steps of the length that is asked for."""
+"""The policy of benchmarks/search_rate_gpu.py generates steps of the requested length."""
 
 import sys
 from pathlib import Path

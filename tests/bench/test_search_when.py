@@ -1,4 +1,4 @@
-"""The page on when a tree wins is what its script writes from the results; its figures by hand."""
+"""The page on when a tree wins matches what its script writes from the results; its figures by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plaudit bench weights`: sizes as people write them, the picture, and the whole command."""
+"""`plaudit bench weights`: human-readable sizes, the plot, and the whole command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a model with peft's LoRA adapters: what acts is computed, and KV of other adapters is never used."""
+"""The engine on a model with peft LoRA adapters: active adapters apply, and KV of other adapters is never used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that cannot be is refused with the value and the limit, before anything is computed."""
+"""Every impossible input is rejected with the value and the limit before anything is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps of a narrow model on transposed copies of its weights: the same bits, and never of weights of before."""
+"""Decode steps of a narrow model on transposed copies of its weights: the same bits, and never outdated weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that match a schema or a regular expression: each one, alone, batched, preempted and begun elsewhere."""
+"""Responses that match a schema or a regular expression: alone, batched, preempted and resumed in another engine."""
 
 from __future__ import annotations
 

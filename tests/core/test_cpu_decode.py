@@ -1,4 +1,4 @@
-"""However a decode window is laid out, cut and taken up again, the tokens are those of transformers."""
+"""However a decode window is laid out, split and resumed, the tokens equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA back end against the CPU's and against plain transformers. Needs a GPU; skipped, loudly, elsewhere."""
+"""The CUDA back end against the CPU's and against plain transformers. Needs a GPU; skipped with a notice elsewhere."""
 
 import dataclasses
 import warnings

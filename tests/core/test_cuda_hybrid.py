@@ -1,4 +1,5 @@
-"""Models with recurrent layers on a GPU: equal to plain transformers there. Needs a GPU; skipped, loudly, elsewhere."""
+"""Models with recurrent layers on a GPU: equal to plain transformers there. Needs a GPU; skipped with a notice
+elsewhere."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Latents of MLA models on a GPU: against transformers, in graphs, and to the bit. Needs a GPU; skipped elsewhere."""
+"""Latents of MLA models on a GPU: against transformers, in graphs, and bit for bit. Needs a GPU; skipped elsewhere."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""What the engine promises to its callers."""
+"""The engine's guarantees to its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family gives what plain transformers gives: alone, in a batch, from the cache, after preemption."""
+"""Every family equals plain transformers: alone, in a batch, from the cache, after preemption."""
 
 from __future__ import annotations
 

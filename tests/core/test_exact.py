@@ -1,7 +1,7 @@
-"""Engine and learner to the bit on a CPU in float32: one order of sums, whatever lies beside a row.
+"""Engine and learner are bit-identical on a CPU in float32: one order of summation, whatever else is in the batch.
 
-Promised on ARM, on x86-64 from Intel with AVX-512, and wherever MKL is told to keep one order (MKL_CBWR). Where a
-platform's library sums few rows otherwise than many no bits are promised: there the numbers are close."""
+Guaranteed on ARM, on x86-64 from Intel with AVX-512, and wherever MKL is set to one order (MKL_CBWR). Where a
+platform's library sums few rows in another order than many, bits are not guaranteed: there the numbers are close."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kernels of a mixture's experts against transformers' own loop over them, and against themselves in other batches.
-Without a GPU they run in Triton's interpreter."""
+"""The kernels of a mixture's experts against transformers' own loop over them, and across different batches. Without a
+GPU they run in Triton's interpreter."""
 
 import copy
 from typing import Any

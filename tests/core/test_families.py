@@ -1,7 +1,7 @@
 """Every decoder family of the installed transformers, from disk: equal to plain transformers, or refused in one line.
 
-All of them run with PLAUDIT_SOAK set, which writes the table in docs/core.md; a tenth of them in the slow stage,
-another one every day (tests/rotation.py); a handful always. What a run finds must be what the table says.
+All of them run with PLAUDIT_SOAK set, which writes the table in docs/core.md; a tenth in the slow stage, a different
+one every day (tests/rotation.py); a few always. The results of a run must match the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine reads the prompts, another goes on: the tokens and log-probs are those of one engine."""
+"""One engine reads the prompts, another continues: the tokens and log-probs equal those of one engine."""
 
 from __future__ import annotations
 

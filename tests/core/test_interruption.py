@@ -1,4 +1,4 @@
-"""Whatever ends a step, what is computed after it is what a new engine computes. Ctrl-C may come at any line."""
+"""After any interruption of a step, results equal those of a new engine. Ctrl-C may come at any line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a device that computes while the host goes on, scores of a step are reported while the next one is computed. Here
-a CPU stands in for it: the order of events is the same."""
+"""On an asynchronous device the scores of a step are reported while the next one is computed. Here a CPU stands in for
+it: the order of events is the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Latents of MLA models: what is kept, what is computed, and that nobody else notices. Equality with transformers over
-all ways of running a model, and bits, are those of every family (test_equality.py, test_exact.py, test_families.py)."""
+"""Latents of MLA models: what is cached, what is computed, and that other code is unaffected. Equality with
+transformers over all ways of running a model, and bits, are tested as for every family (test_equality.py,
+test_exact.py, test_families.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model over two ranks gives what it gives on one: real processes, gloo, tiny models."""
+"""A model over two ranks gives the results of one rank: real processes, gloo, tiny models."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Norms and rotary embeddings of a CPU's learner: their values are the modules' own, their gradients those of finite
-differences."""
+"""Norms and rotary embeddings of a CPU learner: values equal the modules' own, gradients equal finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank reads its part of a model from the files, and nothing else: the same numbers as cut from the whole."""
+"""A rank reads only its shard of a model from the files: the same numbers as when sharding the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree against a model of it: a plain set of token lists."""
+"""The prefix tree against a reference implementation: a plain set of token lists."""
 
 from __future__ import annotations
 

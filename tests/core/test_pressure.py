@@ -1,4 +1,4 @@
-"""Random workloads through a pool that is too small give the same tokens as through a large one."""
+"""Random workloads give the same tokens with a pool that is too small as with a large one."""
 
 from __future__ import annotations
 

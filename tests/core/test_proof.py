@@ -1,4 +1,4 @@
-"""The trial at load, its verdicts on disk, and what it keeps out; the reference is plain transformers."""
+"""The check at load, its results on disk, and what it rejects; the reference is plain transformers."""
 
 from __future__ import annotations
 

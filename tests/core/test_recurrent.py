@@ -1,4 +1,4 @@
-"""Models with recurrent or convolution layers beside attention: equal to plain transformers, states and all."""
+"""Models with recurrent or convolution layers beside attention: equal to plain transformers, including states."""
 
 from __future__ import annotations
 

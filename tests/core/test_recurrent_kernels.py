@@ -1,5 +1,5 @@
-"""Kernels of recurrent layers against transformers' functions and modules, and to the bit against themselves: alone,
-in a batch, in parts of any length. Without a GPU they run in Triton's interpreter."""
+"""Kernels of recurrent layers against transformers' functions and modules, and bit-identical with themselves: alone, in
+a batch, in chunks of any length. Without a GPU they run in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving back KV: what others need stays, and the count of tokens is that of distinct beginnings."""
+"""Releasing KV: blocks that others need stay, and the token count is that of distinct prefixes."""
 
 import random
 

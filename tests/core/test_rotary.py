@@ -1,5 +1,5 @@
-"""Rotary embeddings that look at a sequence's length: up to where their frequencies change the numbers are those of
-plain transformers, and beyond it a request is refused, or has the long ones if the config says so."""
+"""Rotary embeddings that depend on a sequence's length: up to the length where their frequencies change the numbers
+equal plain transformers; beyond it a request is rejected, or uses the long frequencies if the config says so."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The experts of every token are recorded as plain transformers chooses them, however the engine comes to the token."""
+"""The recorded experts of every token equal the choices of plain transformers, however the engine reaches the token."""
 
 import warnings
 from typing import Any

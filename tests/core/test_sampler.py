@@ -1,4 +1,4 @@
-"""Draws follow the distribution, the filters do what they say, and the noise is the function that is written down."""
+"""Samples follow the distribution, filters work as documented, and the noise is the documented function."""
 
 from __future__ import annotations
 

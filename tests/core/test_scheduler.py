@@ -1,4 +1,4 @@
-"""Admission: what leaves room for whom, and who is no longer passed by."""
+"""Admission: which requests fit, and when a waiting request can no longer be overtaken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is applied to logits before a token is drawn, against plain transformers and alone, batched and preempted."""
+"""Transformations of logits before sampling, against plain transformers, alone, batched and preempted."""
 
 from __future__ import annotations
 

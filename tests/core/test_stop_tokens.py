@@ -1,4 +1,4 @@
-"""Stop strings tested by token ids end a sample at the token at which a test of the text after every token ends it."""
+"""Stop strings checked by token ids end a sample at the same token as checking the text after every token."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Soft caps and sinks in tiles: what the whole matrix of scores gives, in memory that grows with the length alone."""
+"""Soft caps and sinks in tiles: the results of the whole score matrix, in memory linear in the length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plaudit doctor`: findings with their cures, a deadline on every check, no torch before it is needed."""
+"""`plaudit doctor`: findings with their fixes, a timeout on every check, no torch before it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions that trainers call, called as they call them, against a real server."""
+"""The functions that trainers call, called the way they call them, against a real server."""
 
 from __future__ import annotations
 

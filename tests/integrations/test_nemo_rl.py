@@ -1,7 +1,7 @@
 """NeMo RL's environment, called as NeMo RL calls it.
 
-NeMo RL is installed from its repository with a GPU's packages, so that what an environment sees of it is written again
-in INTERFACE, after its source of 2026-08-22; Ray is the real one.
+NeMo RL is installed from its repository with a GPU's packages, so the interface that an environment sees is reproduced
+in INTERFACE, from its source of 2026-08-22; Ray is the real one.
 """
 
 from __future__ import annotations

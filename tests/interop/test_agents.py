@@ -1,4 +1,4 @@
-"""Agents written with OpenAI's SDK, unchanged, train against the endpoint of the policy."""
+"""Agents written with OpenAI's SDK train unchanged against the endpoint of the policy."""
 
 from __future__ import annotations
 

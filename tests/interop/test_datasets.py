@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`, saved by it and read through it; and what is said where it cannot."""
+"""Data sets of Hugging Face's `datasets`, saved by it and read through it; and the errors where that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m build` and `twine check`: what a registry would be sent, and whether it can show the README."""
+"""`python -m build` and `twine check`: the files uploaded to a registry, and whether it can render the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of other projects, as they are packaged, in a run."""
+"""Packaged environments of other projects, used in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's SDK and huggingface_hub read rewards as embeddings and as classes; the former also asks for texts."""
+"""OpenAI's SDK and huggingface_hub read rewards as embeddings and as classes; the former also requests text."""
 
 from __future__ import annotations
 

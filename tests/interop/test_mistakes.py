@@ -1,5 +1,5 @@
-"""The mistakes of clients, made at the original server and at ours. vLLM's are in test_vllm_parity.py, where its server
-runs already."""
+"""Client mistakes, sent to the original server and to ours. vLLM's are in test_vllm_parity.py, where its server already
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of the pages under docs/protocols runs as it stands there."""
+"""The Python code of the pages under docs/protocols runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""plaudit-client beside what other projects pin: a resolver finds versions of all, from wheels alone.
+"""plaudit-client installs beside what other projects pin: a resolver finds versions of all, from wheels only.
 
-A resolution takes two minutes: one project a day (tests/rotation.py), all of them in `make soak`.
+A resolution takes two minutes: one project per day (tests/rotation.py), all of them in `make soak`.
 """
 
 from __future__ import annotations

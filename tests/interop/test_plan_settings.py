@@ -1,4 +1,4 @@
-"""Settings of the planner, read by the parsers of the projects they are for."""
+"""Settings of the planner, read by the parsers of the target projects."""
 
 import json
 import shlex

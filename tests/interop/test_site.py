@@ -1,4 +1,4 @@
-"""The documentation as a site: every page is in it, and no link or name leads nowhere (`mkdocs build --strict`)."""
+"""The documentation as a site: every page is in it, and no link or reference is broken (`mkdocs build --strict`)."""
 
 from __future__ import annotations
 

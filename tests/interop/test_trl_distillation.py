@@ -1,4 +1,4 @@
-"""The same logits through our reverse KL and TRL's GKD: one loss and one gradient."""
+"""The same logits through our reverse KL and TRL's GKD: the same loss and gradient."""
 
 from __future__ import annotations
 

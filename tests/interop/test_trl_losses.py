@@ -1,8 +1,7 @@
-"""The same samples through our learner and TRL's trainers: one loss and one gradient, or a difference with a reason.
+"""The same samples through our learner and TRL's trainers: the same loss and gradient, or a documented difference.
 
-TRL pads 16 samples of 2 to 12 tokens behind prompts of 3 to 9; ours lie end to end. The old log-probs are not the
-policy's, the reference is another model, the temperature is 0.7, two responses have a tool's tokens in them, five were
-cut off."""
+TRL pads 16 samples of 2 to 12 tokens after prompts of 3 to 9; ours are packed. The old log-probs are not the policy's,
+the reference is another model, the temperature is 0.7, two responses contain a tool's tokens, five were truncated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The same pairs through our learner and TRL's OnlineDPOTrainer: one loss and one gradient.
+"""The same pairs through our learner and TRL's OnlineDPOTrainer: the same loss and gradient.
 
-Two responses to each of eight prompts, of 2 to 12 tokens; TRL takes log-probs at temperature 1."""
+Two responses of 2 to 12 tokens for each of eight prompts; TRL takes log-probs at temperature 1."""
 
 from __future__ import annotations
 

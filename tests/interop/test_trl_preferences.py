@@ -1,7 +1,7 @@
-"""The same rows through our learner and TRL's preference trainers: one loss and one gradient.
+"""The same rows through our learner and TRL's preference trainers: the same loss and gradient.
 
-Each reads the texts itself; TRL pads what ours packs, and computes the prompt of a pair twice. The reference is another
-model than the policy."""
+Each tokenizes the texts itself; TRL pads what ours packs, and computes the prompt of a pair twice. The reference is a
+different model from the policy."""
 
 from __future__ import annotations
 

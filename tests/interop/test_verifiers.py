@@ -1,4 +1,4 @@
-"""Environments written with verifiers' own classes are trained in: one answer, and turns."""
+"""Environments written with verifiers' own classes work in training: single-turn and multi-turn."""
 
 from __future__ import annotations
 

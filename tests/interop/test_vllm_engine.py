@@ -1,6 +1,6 @@
-"""Real vLLM as a rollout engine: the core's tokens and log-probs, new weights by every channel, and what goes wrong.
+"""Real vLLM as a rollout engine: the core's tokens and log-probs, new weights by every channel, and failures.
 
-One server, with tied embeddings, for most of it; a second one, without, is started by a training run itself.
+Most tests use one server, with tied embeddings; a second one, without, is started by a training run itself.
 """
 
 from __future__ import annotations

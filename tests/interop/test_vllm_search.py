@@ -1,6 +1,6 @@
-"""Search with real vLLM writing the steps: the core's own tree where nothing is drawn, and its log-probs where it is.
+"""Search with real vLLM generating the steps: the core's own tree at temperature 0, and its log-probs with sampling.
 
-The server has the embedded policy with heads of 32, as vLLM's CPU attention needs them: heads of 20, and zeros.
+The server has the embedded policy with heads padded to 32, as vLLM's CPU attention requires: heads of 20, and zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`plaudit launch`: scripts that bash reads, manifests that Kubernetes' published schema accepts, a start for real."""
+"""`plaudit launch`: scripts that bash parses, manifests that Kubernetes' published schema accepts, a real start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where a GPU is asked for and cannot be used: one line that names a recipe that would run."""
+"""The error where a GPU is requested and cannot be used: one line that names a recipe that would run."""
 
 from pathlib import Path
 

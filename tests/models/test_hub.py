@@ -1,4 +1,4 @@
-"""`plaudit pull`, against a stand-in of the hub over HTTP."""
+"""`plaudit pull`, against a local HTTP stand-in of the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints give the weights that plain ones of their values would: those that transformers reads."""
+"""Quantised checkpoints load the weights of their dequantised values, for the formats that transformers reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders with a class head: what plain transformers says, alone and padded together."""
+"""Encoders with a class head: the scores of plain transformers, alone and padded together."""
 
 from __future__ import annotations
 

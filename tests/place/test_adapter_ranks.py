@@ -1,4 +1,4 @@
-"""LoRA with engines of several ranks, on the ranks that train and apart: the samples and numbers of one rank."""
+"""LoRA with engines of several ranks, on the training ranks and separate: the samples and numbers of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation beside training: staleness as it is in the samples, in-flight updates, nothing lost and nothing twice."""
+"""Generation during training: the staleness recorded in samples, in-flight updates, no sample lost or duplicated."""
 
 import random
 import threading

@@ -1,5 +1,5 @@
-"""async over several training ranks: the numbers of one rank, bounded staleness, and what becomes of it when a process
-dies. Real processes, gloo."""
+"""async over several training ranks: the numbers of one rank, bounded staleness, and recovery when a process dies. Real
+processes, gloo."""
 
 import math
 import os

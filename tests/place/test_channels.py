@@ -1,4 +1,4 @@
-"""Every channel, between real processes: the same promises."""
+"""Every weight channel gives the same guarantees between real processes."""
 
 from __future__ import annotations
 

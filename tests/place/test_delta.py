@@ -1,4 +1,4 @@
-"""Weights as what has changed: few bytes, and the same bits at the end."""
+"""Weights sent as deltas: few bytes, and the same bits at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of several ranks on the ranks that train: samples and losses are those of one rank, and no rank has the whole
+"""Engines of several ranks on the training ranks: samples and losses are those of one rank, and no rank has the whole
 policy."""
 
 from __future__ import annotations

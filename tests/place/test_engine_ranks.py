@@ -1,4 +1,5 @@
-"""Engines of several ranks in a run: the samples and losses of one rank; each rank has its own part of new weights."""
+"""Engines of several ranks in a run: the samples and losses of one rank; each rank receives its own shard of new
+weights."""
 
 from __future__ import annotations
 

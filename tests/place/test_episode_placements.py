@@ -1,4 +1,4 @@
-"""Episodes whose engine is in another process."""
+"""Episodes with the engine in another process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What does not fit is refused before anything is loaded, with the arithmetic."""
+"""What does not fit is refused with the calculation before anything is loaded."""
 
 from pathlib import Path
 from typing import Any

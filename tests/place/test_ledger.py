@@ -1,4 +1,4 @@
-"""The memory ledger: by hand, on real models, and against what the process has."""
+"""The memory ledger: by hand, on real models, and against the process's actual memory."""
 
 import mmap
 from pathlib import Path

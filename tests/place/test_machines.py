@@ -1,4 +1,4 @@
-"""Engines on machines of their own: a run over TCP and a run directory is the run of one process, whatever dies."""
+"""Engines on separate machines: a run over TCP and a run directory equals that of one process, whatever dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trajectory in every placement; what cannot be placed is refused with the arithmetic."""
+"""The same trajectory in every placement; what cannot be placed is refused with the calculation."""
 
 import os
 import signal

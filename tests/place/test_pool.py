@@ -1,4 +1,4 @@
-"""Several engines as one: where prompts go, and what becomes of them when an engine fails or is stale."""
+"""Several engines as one: how prompts are routed, and what happens to them when an engine fails or is stale."""
 
 from __future__ import annotations
 

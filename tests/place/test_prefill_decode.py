@@ -1,4 +1,4 @@
-"""Prompts read by one pool and continued by another, their KV through shared memory: the samples of one engine."""
+"""Prompts prefilled by one pool and decoded by another, with KV through shared memory: the samples of one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from shards to parts of engines, bit for bit, between real processes over gloo."""
+"""Weights from training shards to engine shards, bit for bit, between real processes over gloo."""
 
 import math
 import signal

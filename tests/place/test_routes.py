@@ -1,4 +1,4 @@
-"""Routes between training ranks and engine ranks, worked by hand."""
+"""Routes between training ranks and engine ranks, computed by hand."""
 
 from plaudit.models.weights import Cut
 from plaudit.place.channels.reshard.routes import (

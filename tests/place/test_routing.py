@@ -1,4 +1,4 @@
-"""Runs of a mixture whose learner takes the engine's experts: one trajectory wherever the engine is."""
+"""Runs of a mixture whose learner replays the engine's experts: one trajectory wherever the engine is."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training on engines of another project: runs on recorded SGLang servers, probes, kills, impossible recipes."""
+"""Training on engines of another project: runs on recorded SGLang servers, probes, kills, invalid recipes."""
 
 from __future__ import annotations
 

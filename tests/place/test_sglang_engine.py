@@ -1,4 +1,4 @@
-"""SGLang's HTTP API, as it was recorded, in front of a core engine: samples, weights by disk, probes, faults."""
+"""SGLang's HTTP API, as recorded, in front of a core engine: samples, weights by disk, probes, faults."""
 
 from __future__ import annotations
 

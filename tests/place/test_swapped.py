@@ -1,4 +1,4 @@
-"""Swapped: what a phase does not need is not there, and nothing of the numbers changes."""
+"""Swapped: state that a phase does not need is not in memory, and no number changes."""
 
 from pathlib import Path
 from typing import Any

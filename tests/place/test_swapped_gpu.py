@@ -1,4 +1,4 @@
-"""Moves between a GPU and the host. Needs a GPU; skipped, loudly, elsewhere."""
+"""Transfers between a GPU and the host. Needs a GPU; skipped with a notice elsewhere."""
 
 import gc
 from pathlib import Path

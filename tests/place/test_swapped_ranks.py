@@ -1,4 +1,4 @@
-"""Swapped over ranks: the numbers of one rank, with shards and engine in memory by turns."""
+"""Swapped over ranks: the numbers of one rank, with shards and engine alternating in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: tied names move once, buckets keep the order, nothing is left out."""
+"""Layouts: tied names are sent once, buckets keep the order, nothing is left out."""
 
 import msgspec
 import pytest

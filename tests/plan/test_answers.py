@@ -1,4 +1,4 @@
-"""docs/accelerators.md: its commands print what it shows, and its answers are what they say."""
+"""docs/accelerators.md: its commands print what it shows, and its stated answers hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward service for a load, held against the servers that were measured."""
+"""A reward service sized for a load, compared with measured servers."""
 
 import heapq
 import json

@@ -1,4 +1,4 @@
-"""What to rent: for a budget, until a deadline, by a goal."""
+"""What to rent: for a budget, a deadline or a goal."""
 
 import json
 import math

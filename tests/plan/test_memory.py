@@ -1,4 +1,4 @@
-"""Memory against the tables of Korthikanti et al. (arXiv 2205.05198) and against sums by hand."""
+"""Memory against the tables of Korthikanti et al. (arXiv 2205.05198) and against hand-computed sums."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Plans that Plaudit's own trainer runs come first, everywhere; the others say what it lacks."""
+"""Plans that Plaudit's own trainer can run come first everywhere; the others state what it lacks."""
 
 import json
 from dataclasses import replace

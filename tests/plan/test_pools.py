@@ -1,4 +1,4 @@
-"""Prefill, decode and training in pools of their own."""
+"""Prefill, decode and training in separate pools."""
 
 from __future__ import annotations
 

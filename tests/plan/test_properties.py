@@ -1,4 +1,4 @@
-"""What must hold for every model, machine and cut."""
+"""Properties that hold for every model, machine and layout."""
 
 from dataclasses import replace
 

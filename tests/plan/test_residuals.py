@@ -1,4 +1,4 @@
-"""Every plan says how far published measurements of its kind were from their plans."""
+"""Every plan reports how far published measurements of its kind were from their plans."""
 
 import json
 import math

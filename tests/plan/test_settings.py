@@ -1,4 +1,4 @@
-"""`plaudit plan --settings`: the plan in the words of other projects."""
+"""`plaudit plan --settings`: the plan in the configuration formats of other projects."""
 
 import subprocess
 from pathlib import Path

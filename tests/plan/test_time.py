@@ -1,4 +1,4 @@
-"""Seconds by hand, from the formulas of the reference."""
+"""Seconds computed by hand from the formulas of the reference."""
 
 import math
 from dataclasses import replace

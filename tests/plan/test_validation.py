@@ -1,4 +1,4 @@
-"""The shipped constants against the published measurements that come with the repository: no change may lose them."""
+"""The shipped constants against the published measurements in the repository: no change may make them worse."""
 
 import csv
 import importlib

@@ -1,4 +1,4 @@
-"""A stopped process is ended, a busy one is not: real processes, real signals."""
+"""A stopped process is killed, a busy one is not: real processes, real signals."""
 
 import os
 import signal

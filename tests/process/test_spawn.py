@@ -1,4 +1,4 @@
-"""Children from a warm process: they begin as a process of their own would, and end with whoever wanted them."""
+"""Children of a warm process: they start like a new process, and end with the process that requested them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every diagnosis is held against runs made to show it and runs that must not; docs/report.md has the counts."""
+"""Every diagnosis against runs made to show it and runs that must not; docs/report.md has the counts."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A run's proof in its report: hashes, agreement of engine and learner, and the last word of `plaudit verify`."""
+"""A run's proof in its report: hashes, agreement of engine and learner, and the latest result of `plaudit verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule on made-up runs: it speaks where it should, with the numbers, and is content where it should be."""
+"""Each rule on synthetic runs: it reports a problem with the numbers where it should, and none where it should not."""
 
 from __future__ import annotations
 

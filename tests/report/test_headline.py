@@ -1,4 +1,4 @@
-"""The sentence that a page begins with."""
+"""The headline of a report page."""
 
 from __future__ import annotations
 

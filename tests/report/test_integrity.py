@@ -1,4 +1,4 @@
-"""A reward that is being gamed is found soon after it begins, and hardly ever where it is not."""
+"""A reward that is being gamed is detected soon after it begins, with few false alarms."""
 
 from __future__ import annotations
 

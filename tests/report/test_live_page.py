@@ -1,4 +1,4 @@
-"""`plaudit train --live` over real HTTP: who may ask, what is told, and what pause and stop do to a real run."""
+"""`plaudit train --live` over real HTTP: access, the data sent, and the effect of pause and stop on a real run."""
 
 from __future__ import annotations
 

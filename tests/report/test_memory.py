@@ -1,4 +1,4 @@
-"""What a report says of memory."""
+"""The memory section of a report."""
 
 from __future__ import annotations
 

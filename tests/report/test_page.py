@@ -1,4 +1,4 @@
-"""The page in a real browser, from a file, with nothing to ask anybody for."""
+"""The report page in a real browser, from a file, without any network requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plaudit report` prints, and what it sends on."""
+"""What `plaudit report` prints and exports."""
 
 import importlib.util
 import io

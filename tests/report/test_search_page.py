@@ -1,4 +1,4 @@
-"""The page of searches: from the event log alone, in a real browser."""
+"""The page of searches: from the event log only, in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that are sent while a run trains: to a stand-in for trackio that writes down what it is told."""
+"""Metrics sent during training: to a stand-in for trackio that records what it receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blends, by hand."""
+"""Blended rewards, by hand."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a model directory says of its own scores, and what a user may say instead."""
+"""What a model directory states about its own scores, and what a user may override."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whatever comes in, a reading refuses it with a type or gives exactly one position per step."""
+"""For any input, a format either rejects it with a typed error or gives exactly one position per step."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""A response that has a step more: put together from what was read of it before, it is the one put together anew."""
+"""A response extended by a step: assembled from its earlier encoding, it equals one assembled from scratch."""
 
 import random
 

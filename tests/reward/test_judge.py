@@ -1,4 +1,4 @@
-"""Judges: what they are asked, how their answers are read, and a real little server that answers."""
+"""LLM judges: their prompts, the parsing of their answers, and a small real server that answers."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Reward models as OpenRLHF saves them: architecture RewardModel, a head of any name, normalisation in the config."""
+"""Reward models saved by OpenRLHF: architecture RewardModel, a head of any name, normalisation in the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One score for a response: which tokens, where it is read, and what is made of it."""
+"""One score per response: which tokens, where it is read, and how it is transformed."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps and their scores: one value for each, whatever is in them."""
+"""Steps and their scores: one value per step, whatever the step contains."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

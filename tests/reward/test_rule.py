@@ -1,4 +1,4 @@
-"""Rules: what they score, and that one that misbehaves costs its own item and nothing else."""
+"""Rules: their scores, and that a misbehaving rule fails only its own item."""
 
 import os
 import subprocess

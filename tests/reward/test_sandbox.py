@@ -1,4 +1,4 @@
-"""Attempts to leave the sandbox of a rule, each by code that runs in it; the mechanism is in the rule's own words."""
+"""Attempts to escape the sandbox of a rule, each by code that runs in it; the rule describes the mechanism."""
 
 from __future__ import annotations
 

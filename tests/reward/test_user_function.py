@@ -1,4 +1,4 @@
-"""A user's function is called as its signature asks, the forms of TRL and verl among them."""
+"""A user's function is called according to its signature, including the forms of TRL and verl."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

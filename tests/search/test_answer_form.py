@@ -1,4 +1,4 @@
-"""What answers say, apart from how they are written."""
+"""Canonical forms of answers, independent of notation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`method = "auto"`: the table, the pilot by hand, and the choice as a user meets it."""
+"""`method = "auto"`: the table, the pilot by hand, and the choice as a user sees it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A sentence encoder that loads offline, and a search clustered by it."""
+"""A sentence encoder that loads offline, and a search that clusters with it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Answers that are the same in other words count as one in the vote."""
+"""Equivalent answers in different notation count as one in the vote."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A search makes paths, seeds and texts from those above them: they are what the whole path gives."""
+"""A search derives paths, seeds and texts from those of their parents: they equal those of the whole path."""
 
 import hashlib
 import random

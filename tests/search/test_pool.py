@@ -1,4 +1,4 @@
-"""Best-first over a persistent pool: what is returned to, what it costs and when it ends, worked out by hand."""
+"""Best-first over a persistent pool: which nodes it returns to, the cost, and when it ends, computed by hand."""
 
 from __future__ import annotations
 

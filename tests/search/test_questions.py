@@ -1,4 +1,4 @@
-"""Questions of a gym: those that RL holds out, checked by the task itself."""
+"""Questions of a gym: the split that RL holds out, checked by the task itself."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Process and outcome models behind vLLM's, SGLang's and OpenAI's routes, over real HTTP, against the same models here.
-The server is ours; tests/interop/test_vllm_parity.py has compared its vLLM routes with vLLM's."""
+"""Process and outcome models behind vLLM's, SGLang's and OpenAI's routes, over real HTTP, against the same models in
+this process. The server is ours; tests/interop/test_vllm_parity.py compares its vLLM routes with vLLM's."""
 
 from __future__ import annotations
 

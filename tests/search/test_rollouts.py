@@ -1,4 +1,4 @@
-"""Rollouts by search: whose tokens they are, who chooses, what is counted, and refusals."""
+"""Rollouts by search: which model generated the tokens, which path is chosen, what is counted, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection by hand-worked numbers, against references and against exhaustive search."""
+"""Selection rules on hand-computed numbers, against references and against exhaustive search."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Searches on the embedded world: what is counted, what is decided, and that batching decides nothing."""
+"""Searches on the embedded world: counters, decisions, and independence of batching."""
 
 import json
 import math

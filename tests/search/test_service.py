@@ -1,4 +1,4 @@
-"""Searches on a real server: the answers of the library, streams, limits, keys, many clients, disconnects."""
+"""Searches on a real server: the library's answers, streams, limits, keys, many clients, disconnects."""
 
 from __future__ import annotations
 

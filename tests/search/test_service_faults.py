@@ -1,4 +1,4 @@
-"""Searches whose client, worker or time is lost in the middle."""
+"""Searches that lose their client or worker, or run out of time, in the middle."""
 
 from __future__ import annotations
 

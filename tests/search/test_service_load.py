@@ -1,4 +1,4 @@
-"""32 clients at once, while workers are killed and clients go away: every search is answered, once, as if alone."""
+"""32 clients at once, while workers are killed and clients disconnect: every search is answered once, as if alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions shared out over processes: the trees of one process, and what becomes of a run that loses one of them."""
+"""Questions distributed over processes: the trees of one process, and what happens to a run that loses a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to stall, fill or outwit a server, each inside the limits of a request; against one real server."""
+"""Ways to stall, fill or bypass a server, each within the limits of a request; against one real server."""
 
 from __future__ import annotations
 

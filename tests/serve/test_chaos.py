@@ -1,4 +1,4 @@
-"""Long rough treatment of one server. A tenth of it by default, all of it with PLAUDIT_SOAK (`make soak`)."""
+"""Long stress test of one server. A tenth of it by default, all of it with PLAUDIT_SOAK (`make soak`)."""
 
 from __future__ import annotations
 

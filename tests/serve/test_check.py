@@ -1,4 +1,4 @@
-"""`plaudit serve --check`: what would keep a server from starting, a line each, and what would not."""
+"""`plaudit serve --check`: everything that would prevent a server from starting, one line each, and what would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result for every item, in order, or an exception: against real servers, and against real ones that misbehave."""
+"""A result for every item, in order, or an exception: against real servers, including ones that misbehave."""
 
 from __future__ import annotations
 

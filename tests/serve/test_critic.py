@@ -1,4 +1,4 @@
-"""The critic server: NeMo-Aligner's three calls against a real process, held against the same model computed here."""
+"""The critic server: NeMo-Aligner's three calls to a real process, compared with the same model computed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of deploy/ say what the command line, the configuration and the routes know."""
+"""The files of deploy/ agree with the command line, the configuration and the routes."""
 
 from __future__ import annotations
 

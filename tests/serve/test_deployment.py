@@ -1,4 +1,4 @@
-"""A deployment on scripted workers: what a worker's death does to the works it held."""
+"""A deployment on scripted workers: what happens to a worker's jobs when it dies."""
 
 from __future__ import annotations
 

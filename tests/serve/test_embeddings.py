@@ -1,4 +1,4 @@
-"""A sentence encoder beside a process model: vectors over HTTP, and memory that each keeps to."""
+"""A sentence encoder beside a process model: vectors over HTTP, and memory limits that each respects."""
 
 from __future__ import annotations
 

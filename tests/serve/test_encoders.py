@@ -1,4 +1,4 @@
-"""Encoders with a class head behind every protocol that has a place for them: the numbers of plain transformers."""
+"""Encoders with a class head over every protocol that supports them: the numbers of plain transformers."""
 
 from __future__ import annotations
 

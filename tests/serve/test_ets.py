@@ -1,4 +1,4 @@
-"""What ETS and REBASE ask of their reward server, by their own client's loop, against plain transformers."""
+"""Requests of ETS and REBASE to their reward server, by their own client's loop, against plain transformers."""
 
 from __future__ import annotations
 

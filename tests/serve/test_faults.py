@@ -1,4 +1,4 @@
-"""What breaks below the server or around it: a step, the worker, the event loop, the disk, the start, the end."""
+"""Failures below or around the server: a step, the worker, the event loop, the disk, the start, the shutdown."""
 
 from __future__ import annotations
 

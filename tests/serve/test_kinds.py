@@ -1,4 +1,4 @@
-"""Rules, judges and blends behind the same route as models."""
+"""Rules, LLM judges and blends over the same route as models."""
 
 from __future__ import annotations
 

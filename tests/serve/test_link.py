@@ -1,4 +1,4 @@
-"""Deaths of a worker, with a worker in its place that loads nothing and dies of whatever it is told to die of."""
+"""Worker deaths, with a stand-in worker that loads nothing and dies in the specified way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of HTTP/1.1 as bytes on a socket, and the same application under another ASGI server."""
+"""HTTP/1.1 connections as bytes on a socket, and the same application under another ASGI server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions by a causal LM beside a reward model: the same as transformers and the
+"""OpenAI's chat completions and completions by a causal LM beside a reward model: equal to transformers and to the
 engine alone, streamed or not."""
 
 from __future__ import annotations

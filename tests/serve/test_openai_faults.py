@@ -1,4 +1,4 @@
-"""Texts whose request or worker breaks off in the middle, and many that are written together."""
+"""Completions whose request or worker is interrupted, and many completions at once."""
 
 from __future__ import annotations
 

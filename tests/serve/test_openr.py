@@ -1,4 +1,4 @@
-"""OpenR's client loop: ask the controller for the worker's address, then the worker for step scores."""
+"""OpenR's client loop: request the worker's address from the controller, then step scores from the worker."""
 
 from __future__ import annotations
 

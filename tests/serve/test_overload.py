@@ -1,7 +1,7 @@
-"""More work than the server can do, from clients that are impatient, greedy or gone.
+"""More load than the server can handle, from clients that are impatient, greedy or disconnected.
 
-The model is held or slowed down, so that what counts is decided by the server and not by this machine. Where an order
-or a delay is tested, it is counted in steps of the model and not in seconds.
+The model is blocked or slowed down, so that the result depends on the server and not on this machine. Where an order or
+a delay is tested, it is counted in steps of the model and not in seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The live page in a real browser against a real server that wants a key."""
+"""The live page in a real browser against a real server that requires a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the server that need no process: frames, the cache of scores, the room for work, the log."""
+"""Components of the server that need no process: frames, the score cache, the capacity limit, the log."""
 
 from __future__ import annotations
 

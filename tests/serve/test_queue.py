@@ -1,4 +1,4 @@
-"""The queue: nothing is lost, a request's items stay in order, and keys and requests share by tokens."""
+"""The queue: nothing is lost, a request's items stay in order, and keys and requests share capacity by tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that several ranks share, behind the server: the same scores, and what happens when a rank dies or stalls."""
+"""A model sharded over several ranks behind the server: the same scores, and recovery when a rank dies or stalls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that Ray Serve keeps: the same server, whatever dies behind it."""
+"""Workers managed by Ray Serve: the same server behaviour, whatever dies behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large bodies: read in another process, put together in small pieces, and one key's keep no other's waiting."""
+"""Large bodies: parsed in another process, assembled in small pieces, and one key's do not delay another's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers of one model: where works go, what happens when one dies, comes or leaves."""
+"""Several workers of one model: routing, and what happens when one dies, joins or leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that are empty, broken, too large, too slow or strange: section A of docs/reliability.md."""
+"""Requests that are empty, malformed, too large, too slow or unusual: section A of docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what, what model files may do, and what the server tells: section D of docs/reliability.md."""
+"""Permissions, what model files may do, and what the server discloses: section D of docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS, mutual TLS and unix sockets: real servers, and certificates that are made here."""
+"""TLS, mutual TLS and unix sockets: real servers, with certificates generated here."""
 
 from __future__ import annotations
 

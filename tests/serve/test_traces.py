@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans: what a collector gets, below whose span, and that nothing of it is there unless asked for."""
+"""OpenTelemetry spans: what a collector receives, the parent of each span, and that tracing is off unless requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says of its traffic: request logs and metrics by key, model, protocol and status."""
+"""The server's traffic records: request logs and metrics by key, model, protocol and status."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OpenRLHF's, slime's and NeMo Gym's clients, replayed: what they send, and what they do with the reply; and what each
-protocol says to the mistakes that clients make."""
+"""Replayed clients of OpenRLHF, slime and NeMo Gym: what they send, how they use the reply, and each protocol's errors
+for client mistakes."""
 
 from __future__ import annotations
 

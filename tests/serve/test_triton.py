@@ -1,5 +1,5 @@
-"""Triton's protocol: what a NeMo-Aligner client sends and reads, and tensors that cannot be, against a real server.
-That its real clients are content is in tests/interop."""
+"""Triton's protocol: what a NeMo-Aligner client sends and reads, and invalid tensors, against a real server. Its real
+clients are tested in tests/interop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""vLLM's routes on a real server: what the head says, in its shapes and with its errors. That real vLLM says the same
-is what tests/interop/test_vllm_parity.py shows."""
+"""vLLM's routes on a real server: the head's scores, in vLLM's shapes and with its errors.
+tests/interop/test_vllm_parity.py compares them with real vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that play against an OpenAI endpoint of the policy: what is learned is what was sampled, once each."""
+"""Agents against an OpenAI endpoint of the policy: exactly the sampled tokens are trained on, once each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, wherever the process dies and whatever the disk does."""
+"""A checkpoint is complete or absent, wherever the process dies and whatever the disk does."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the checksum of weights notices, and that nothing but the bytes counts."""
+"""What the checksum of weights detects, and that it depends only on the bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Distillation in the learner: equal to plain transformers, however split; teachers here and behind HTTP; failures."""
+"""Distillation in the learner: equal to plain transformers for any split; local teachers and teachers over HTTP;
+failures."""
 
 from __future__ import annotations
 

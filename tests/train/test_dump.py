@@ -1,4 +1,4 @@
-"""Dumped samples: they come back bit for bit, and training on them again gives the same numbers."""
+"""Dumped samples load bit for bit, and training on them again gives the same numbers."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The shipped models: as good as their figures say, loadable by plain transformers, and trained again to the same."""
+"""The shipped models: as good as their stated figures, loadable by plain transformers, and reproducible by training."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Turns with an environment: token for token what was sampled, masks and rewards where they belong, failures apart."""
+"""Turns with an environment: exactly the sampled tokens, correct masks and rewards, and failures kept separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations are sampled by settings of their own: [sampling.eval]."""
+"""Evaluations have their own sampling settings: [sampling.eval]."""
 
 from pathlib import Path
 from typing import Any

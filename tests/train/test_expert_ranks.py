@@ -1,4 +1,4 @@
-"""Experts of a mixture over ranks: numbers, runs and files are those of one rank."""
+"""Experts of a mixture over ranks: numbers, runs and files equal those of one rank."""
 
 import math
 import shutil

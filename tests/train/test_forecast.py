@@ -1,4 +1,4 @@
-"""What a run expects its memory to be, as an event, beside what it measures."""
+"""The memory forecast of a run, as an event, compared with what it measures."""
 
 from pathlib import Path
 

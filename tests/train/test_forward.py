@@ -1,4 +1,4 @@
-"""Samples with a common beginning share its rows; their numbers and gradients are as if each had been alone."""
+"""Samples with a common prefix share its rows; their numbers and gradients are as if each had been alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What malloc keeps between blocks that stay goes back to the system."""
+"""Free memory that malloc keeps between live blocks is returned to the system."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Scorers of reasoning-gym that run code: listed, in the sandbox alone, and what they run there does nothing."""
+"""Scorers of reasoning-gym that run code: listed, run only in the sandbox, without effects outside."""
 
 from __future__ import annotations
 

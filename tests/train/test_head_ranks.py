@@ -1,5 +1,5 @@
-"""Runs over ranks that split latent attention by heads, and over more tensor ranks than there are key-value heads: the
-samples, losses and weights of one rank, whatever ranks generate, and one rank goes on with what they saved."""
+"""Runs over ranks that shard latent attention by heads, and over more tensor-parallel ranks than there are key-value
+heads: the samples, losses and weights of one rank, whichever ranks generate; one rank can resume their checkpoint."""
 
 import math
 import subprocess

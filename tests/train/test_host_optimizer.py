@@ -1,4 +1,4 @@
-"""An optimizer in host memory takes the steps of one on the device, bit for bit, and reads its checkpoints."""
+"""An optimizer in host memory makes the same steps as one on the device, bit for bit, and reads its checkpoints."""
 
 from __future__ import annotations
 

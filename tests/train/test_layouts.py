@@ -1,7 +1,7 @@
-"""One trajectory over layouts: ten steps over ranks of every kind, alone and in pairs, have the samples of one rank and
-its losses within 1e-5. Some go on over other ranks, and in two each kind of process is killed and stopped. All of them
-with PLAUDIT_SOAK (benchmarks/layouts.py, which keeps the differences; `make soak`), and a third in `make slow`, another
-one every day."""
+"""The same trajectory over layouts: ten steps over ranks of every kind, alone and in pairs, have the samples of one
+rank and its losses within 1e-5. Some resume over other ranks, and in two each kind of process is killed and stopped.
+All of them run with PLAUDIT_SOAK (benchmarks/layouts.py, which records the differences; `make soak`), and a third in
+`make slow`, a different one every day."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Texts above the length of the short ones of a model's two sets of rotary factors: refused with a cure that works."""
+"""Texts longer than the limit of the short set of a model's two sets of rotary factors: refused with a working fix."""
 
 import json
 from pathlib import Path

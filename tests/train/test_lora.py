@@ -1,4 +1,4 @@
-"""Adapters beside a mixture of experts: what they are put beside, and what is saved in the end."""
+"""Adapters on a mixture of experts: which modules they are added to, and what is saved at the end."""
 
 from pathlib import Path
 from typing import Any

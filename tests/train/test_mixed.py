@@ -1,4 +1,4 @@
-"""Several sources by weight, prompts chosen and ordered by pass rate: the i-th prompt is a function of (seed, i)."""
+"""Several weighted sources, prompts selected and ordered by pass rate: the i-th prompt is a function of (seed, i)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon's step, beside torch's own, and its state."""
+"""Muon's step, compared with torch's own, and its state."""
 
 from __future__ import annotations
 

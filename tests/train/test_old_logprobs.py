@@ -1,4 +1,4 @@
-"""π_old: engine log-probs with the learner's bits save its pass, and the mismatch is measured anyway."""
+"""π_old: engine log-probs that equal the learner's save its forward pass, and the mismatch is still measured."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Online DPO in the learner: equal to plain transformers in float64, however split; what cannot work is refused."""
+"""Online DPO in the learner: equal to plain transformers in float64 for any split; invalid settings are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's numbers: where a log-prob belongs, what the temperature does, and that nothing depends on batching."""
+"""The learner's numbers: positions of log-probs, the effect of the temperature, and independence of batching."""
 
 from dataclasses import replace
 from typing import Any

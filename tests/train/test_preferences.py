@@ -1,4 +1,4 @@
-"""Learning from preferences: gradients equal those of plain transformers, and runs resume to the bit."""
+"""Training on preferences: gradients equal those of plain transformers, and runs resume bit for bit."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""Prompts for RL: of worlds, files and gyms, with their truths; and rules that check the answers from a recipe."""
+"""Prompts for RL: from worlds, files and gyms, with their reference answers; and rules that check the answers from a
+recipe."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A critic behind HTTP: the same run as with one in the process, resumed to the same losses, no update made twice."""
+"""A critic over HTTP: the same run as with one in the process, resumed to the same losses, no update applied twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed run may do otherwise than it was begun, and that cures of errors work when they are typed."""
+"""What may change when a run is resumed, and that the fixes suggested in errors work when entered."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""RL training through its loop and its command: rising rewards, bit-equal resumption, faults of rewards and numbers."""
+"""RL training through its loop and its command: rising rewards, bit-identical resumption, invalid rewards."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rollouts: the right reward on the right sample, whatever is asked beside it, from the newest weights."""
+"""Rollouts: the right reward on the right sample, whatever else is requested, from the newest weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A learner that takes the engine's experts: numbers and gradients of plain transformers with these experts."""
+"""A learner that replays the engine's experts: numbers and gradients of plain transformers with these experts."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Step values by Monte Carlo: what is cut where, and values against completions made one by one."""
+"""Step values by Monte Carlo: where responses are split, and values against completions generated one by one."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""kill -9 and SIGTERM at every place of the loop: nothing that was learned is lost, and no sample is used twice."""
+"""kill -9 and SIGTERM at every point of the loop: no training is lost, and no sample is used twice."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training through the command line: resuming to the bit, refusing what cannot be, losing nothing."""
+"""Supervised training through the command line: bit-identical resumption, refusal of invalid input, nothing lost."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""SFT, judges and preferences over ranks learn what they learn on one: real processes, gloo, tiny models."""
+"""SFT, reward models and preferences over ranks train as on one rank: real processes, gloo, tiny models."""
 
 import json
 import math

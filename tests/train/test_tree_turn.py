@@ -1,4 +1,4 @@
-"""Responses as trees: whose tokens they are, what they are learned with, resumption, proof and refusals."""
+"""Responses as trees: which model generated the tokens, how they are trained on, resumption, proof and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns that join a running batch: from any thread, in any engine, and nothing left behind."""
+"""Turns that join a running batch: from any thread, in any engine, with nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plaudit verify`: a run is made again to the bit, and whatever was changed is named."""
+"""`plaudit verify`: a run is reproduced bit for bit, and any change is named."""
 
 from __future__ import annotations
 
