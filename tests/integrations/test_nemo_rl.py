@@ -141,7 +141,7 @@ def test_messages_reach_the_server_as_messages(package: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "prompts is None and prompt_key None; set one"),
+        ({}, "prompts is None and prompt_key is None; set one"),
         ({"prompts": "text"}, "prompts is 'text'"),
         ({"prompts": "rendered", "prompt_key": "q"}, "set one"),
         ({"prompts": "rendered", "modle": "x"}, "has 'modle'; expected url, model"),

@@ -93,7 +93,7 @@ def test_a_path_that_is_refused_fails_alone(engine: Engine) -> None:
 def test_a_generating_server_that_is_lost_ends_the_run_and_resuming_finishes_it(engine: Engine, tmp_path: Path) -> None:
     with CompletionServer(engine, fail_after=40) as failing:
         asked = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})
-        with pytest.raises(ServerError, match=r"no steps from http://127.0.0.1:\d+/v1/completions in 1.5 s"):
+        with pytest.raises(ServerError, match=r"no steps from http://127.0.0.1:\d+/v1/completions within 1.5 s"):
             run_search(asked, tmp_path / "run")
     lines = list(read_results(tmp_path / "run" / "results.jsonl"))
     assert any(line["stopped"].startswith("failed: no steps") for line in lines)
