@@ -302,8 +302,8 @@ class RewardClient:
         """The result of `score` in a future. Cancelling it cancels the requests."""
         if self._closed:
             raise RuntimeError("the client is closed")
-        wanted = all_items(items)  # copied now: the caller may change its list while the thread works
-        scored = self._client.score(wanted, steps=steps, truncate=truncate, priority=priority, version=version)
+        copied = all_items(items)  # copied now: the caller may change its list while the thread works
+        scored = self._client.score(copied, steps=steps, truncate=truncate, priority=priority, version=version)
         return asyncio.run_coroutine_threadsafe(scored, self._loop)
 
     def close(self) -> None:

@@ -45,9 +45,9 @@ class TextStream:
         return len(self._tokens) > self._minimum and self._find_stop(start)
 
     def _find_stop(self, start: int) -> bool:
-        found = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        starts = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
             self.stopped = True
         return self.stopped
 

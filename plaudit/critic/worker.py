@@ -154,8 +154,7 @@ class ServedCritic:
         if call.updates is not None and call.updates != self.updates:
             raise _Refusal(
                 "conflict", f"this critic has {self.updates} updates but the caller expects {call.updates}: another "
-                "client "
-                "trains it, or a save was loaded",
+                "client trains it, or a save was loaded",
             )  # fmt: skip
         experience = _experience(call)
         size = self.table.batch or len(experience.samples)

@@ -159,8 +159,7 @@ def _agreement_warnings(figures: Figures) -> Iterator[JudgeWarning]:
     elif kappa.high < 0:
         yield JudgeWarning(
             "reversed", f"agrees with the labels less than by chance (κ {kappa.value:.2f}): check whether the sides "
-            "or the "
-            "scale are reversed",
+            "or the scale are reversed",
         )  # fmt: skip
     elif kappa.low <= 0:
         yield JudgeWarning(

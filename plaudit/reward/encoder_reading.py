@@ -87,8 +87,7 @@ def _question(messages: Sequence[Mapping[str, Any]]) -> str:
     if not isinstance(content, str):
         raise Refused(
             "unsupported_form", f"{len(messages)} messages before the answer, but an encoder reads one question and "
-            "one "
-            "answer: send one text message before the answer, or prompt and response",
+            "one answer: send one text message before the answer, or prompt and response",
         )  # fmt: skip
     return content
 

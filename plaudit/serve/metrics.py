@@ -60,19 +60,15 @@ class Metrics:
         )
         self.probes = counter("probes_total", "Replies of routes that are open to anyone: health and pages", "status")
         self.request_seconds = histogram(
-            "request_seconds",
-            "From the first byte to the reply, without health checks and pages",
-            SECONDS,
-            "model",
+            "request_seconds", "From the first byte to the reply, without health checks and pages", SECONDS, "model",
             "protocol",
-        )
+        )  # fmt: skip
         self.key_tokens = counter("key_tokens_total", "Tokens of answered items, by API key", "key", "model")
         self.errors = counter("errors_total", "Errors of requests and items", "type")
         self.items = counter("items_total", "Items answered with a score", "model")
         self.tokens = counter(
-            "tokens_total", "Tokens submitted; computed by the model; reused from the prefix tree; of items "
-            "computed once "
-            "for several; of items answered from the score cache", "model", "kind",
+            "tokens_total", "Tokens submitted; computed by the model; reused from the prefix tree; of items computed "
+            "once for several; of items answered from the score cache", "model", "kind",
         )  # fmt: skip
         self.queue_tokens = gauge("queue_tokens", "Tokens queued for the worker", "model")
         self.queue_items = gauge("queue_items", "Items queued for the worker", "model")
@@ -91,8 +87,8 @@ class Metrics:
         self.restarts = counter("worker_restarts_total", "Restarts of workers", "model")
         self.replica_items = counter("replica_items_total", "Items that a replica answered", "model", "replica")
         self.replica_tokens = counter(
-            "replica_tokens_total", "Tokens that a replica computed, or reused from its prefix "
-            "tree", "model", "replica", "kind"
+            "replica_tokens_total", "Tokens that a replica computed, or reused from its prefix tree", "model",
+            "replica", "kind",
         )  # fmt: skip
         self.replica_restarts = counter("replica_restarts_total", "Restarts after a crash", "model", "replica")
         self.replica_held = gauge("replica_held_tokens", "Tokens in flight at a replica", "model", "replica")
@@ -108,9 +104,8 @@ class Metrics:
             "plaudit_version_items_total", "Answered items", (*by_version, "result"), registry=self.registry
         )
         self.version_seconds = Histogram(
-            "plaudit_version_seconds", "From submitting a request's items to their "
-            "answers", by_version, buckets=SECONDS,
-            registry=self.registry,
+            "plaudit_version_seconds", "From submitting a request's items to their answers", by_version,
+            buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
         self.version_scores = gauge("version_score_sum", "Sum of the scores of all scored items", *by_version)
         self.gc_seconds = histogram("gc_pause_seconds", "Pauses of the garbage collector", SECONDS)

@@ -88,8 +88,7 @@ class Models:
         if share is not None and table.kind != served.kind:
             raise ConfigError(
                 f"a canary of {name} must be of kind {served.kind!r}, but this model is of kind {table.kind!r}; swap "
-                "it "
-                "without a share"
+                "it without a share"
             )
         return await self._replace(served, table, share)
 

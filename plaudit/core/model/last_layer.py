@@ -59,8 +59,8 @@ class WantedRows:
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
         """(W, hidden): the rows `wanted` of the packed row."""
         lean = self.decoder.lean
-        known = self.layer is not None and (self._tried or lean is not None)  # a hook may have been registered since
-        if not known or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
+        checked = self.layer is not None and (self._tried or lean is not None)  # a hook may have been registered since
+        if not checked or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
             return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
         if lean is not None:
             return lean.hidden(input_ids, position_ids, layout, wanted)

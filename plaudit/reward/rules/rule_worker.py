@@ -335,8 +335,7 @@ def main() -> None:
     except NoSandbox as error:
         hello["fault"] = (
             f"this machine has no sandbox ({error}); sandbox = false runs the rule without one, with all permissions "
-            "of "
-            "its process"
+            "of its process"
         )
     except BaseException as error:
         hello["fault"] = described(error)

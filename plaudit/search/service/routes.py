@@ -135,8 +135,7 @@ class SearchRoutes:
         if judge.kind in ("logprobs", "embedding"):
             raise HttpError(
                 422, "wrong_kind", f"{judge.name} is of kind {judge.kind} and returns no scores: set a process model "
-                "as "
-                "prm, or for best-of-n an outcome model",
+                "as prm, or for best-of-n an outcome model",
             )  # fmt: skip
         if isinstance(judge, ServedModel):
             judge.intake()  # 503 while it is loading

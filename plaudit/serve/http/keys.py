@@ -101,8 +101,7 @@ class Keys:
             if value and not _is_local(value.rpartition(b"//")[2]):
                 raise HttpError(
                     403, "bad_host", f"{header.decode()} {shown!r} is not allowed: a server without API keys accepts "
-                    "only "
-                    "127.0.0.1 and localhost",
+                    "only 127.0.0.1 and localhost",
                 )  # fmt: skip
 
     def admit(self, place: Endpoint, authorization: bytes | None) -> ApiKey:

@@ -23,7 +23,7 @@ TRUTHS = ("truth", "expected_answer", "ground_truth", "answer")  # fields of its
 TEXTS = ("input_text", "output_text", "text")
 
 
-class _Asked(msgspec.Struct):
+class _Params(msgspec.Struct):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
 
@@ -33,7 +33,7 @@ class _Output(msgspec.Struct):
 
 
 class _Verify(msgspec.Struct):
-    responses_create_params: _Asked
+    responses_create_params: _Params
     response: _Output
 
 
@@ -68,12 +68,12 @@ class NemoGymRoutes(ProtocolRoutes):
 def read_item(fields: dict[str, Any]) -> Item:
     """Separates prompt and response if the response is one text, so that rules can read it and prompts are shared."""
     request = convert(fields, _Verify)
-    given = request.responses_create_params
-    prompt = [{"role": "system", "content": given.instructions}] if given.instructions else []
-    if isinstance(given.input, str):
-        prompt.append({"role": "user", "content": given.input})
+    params = request.responses_create_params
+    prompt = [{"role": "system", "content": params.instructions}] if params.instructions else []
+    if isinstance(params.input, str):
+        prompt.append({"role": "user", "content": params.input})
     else:
-        prompt += _messages(given.input, "responses_create_params.input")
+        prompt += _messages(params.input, "responses_create_params.input")
     output = _messages(request.response.output, "response.output")
     truth = next((fields[name] for name in TRUTHS if fields.get(name) is not None), None)
     try:
@@ -106,8 +106,7 @@ def _messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
             case other:
                 raise HttpError(
                     422, "unsupported_form", f"{where}[{place}] is a {str(other)[:40]!r}; expected messages, "
-                    "function calls, "
-                    "their outputs or reasoning",
+                    "function calls, their outputs or reasoning",
                 )  # fmt: skip
     return messages
 

@@ -14,11 +14,10 @@ from plaudit.serve.protocols.native import wire as native
 REWARDS = "/v1/rewards"
 BODIES = {"/admin/swap": "Swap", "/admin/rollback": "Rollback", "/admin/scale": "Scale"}
 TITLES = {
-    "native": "Plaudit's native protocol", "triton": "Triton, PyTriton, "
-    "NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
-    "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
-    "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl", "openai": "OpenAI chat and completions",
-    "nemo-gym": "NeMo Gym",
+    "native": "Plaudit's native protocol", "triton": "Triton, PyTriton, NeMo-Aligner", "openrlhf": "OpenRLHF",
+    "slime": "slime", "openr": "OpenR", "sglang": "SGLang, ETS, REBASE",
+    "tei": "Text Embeddings Inference, huggingface_hub", "infinity": "Infinity",
+    "vllm": "vLLM, OpenAI embeddings, verl", "openai": "OpenAI chat and completions", "nemo-gym": "NeMo Gym",
 }  # fmt: skip
 WIRES = {  # module of the wire format, if it is not the protocol's `wire`
     "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),

@@ -30,8 +30,7 @@ class Queries(msgspec.Struct):
         if not isinstance(prompt, str) or prompt not in query:
             raise HttpError(
                 422, "unsupported_form", f"query[{place}] does not begin with prompts[{place}], but a rule, judge or "
-                "blend "
-                "needs to know where the response begins",
+                "blend needs to know where the response begins",
             )  # fmt: skip
         response = query[query.index(prompt) + len(prompt) :]
         return Item(prompt=prompt, response=response, truth=self._beside(self.labels, place), truncate=truncate)

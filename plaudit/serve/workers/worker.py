@@ -58,10 +58,10 @@ class _PendingRequest:
     error: ItemError | None = None
     whole: list[frames.TextPiece] = field(default_factory=list)  # finished samples, until all are finished
     # of a stream: tokens and characters sent, by sample
-    given: dict[int, tuple[int, int]] = field(default_factory=dict)
+    reported: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin_again(self) -> None:
-        self.ended, self.error, self.whole, self.given = 0, None, [], {}
+        self.ended, self.error, self.whole, self.reported = 0, None, [], {}
 
 
 class Worker(SocketWorker[frames.Frame]):
@@ -231,8 +231,8 @@ def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
     if update.values is not None or (sample is not None and (sample.error or sample.finish_reason == "abort")):
         return []
     if request.stream:
-        at, begin = request.given.get(index, (0, 0))
-        request.given[index] = (at + len(update.token_ids), begin + len(update.text))
+        at, begin = request.reported.get(index, (0, 0))
+        request.reported[index] = (at + len(update.token_ids), begin + len(update.text))
         finish = "" if sample is None else sample.finish_reason
         new = (at, list(update.token_ids), list(update.raw_logprobs), begin, update.text, finish)
         return [frames.TextPiece(request.id, index, *new, top=list(update.top_logprobs))]
