@@ -118,5 +118,5 @@ def test_truncated_samples_are_learned_from_by_the_whole_softmax(tmp_path: Path)
     assert curves["rollout/truncated_mass"].values == (pytest.approx(sum(cut) / len(cut), abs=1e-9),)
     assert 0.001 < sum(cut) / len(cut) < 0.3
     assert curves["mismatch/abs_max"].values[0] < 1e-4
-    told = [event["message"] for event in read_events(tmp_path) if event.get("text") == WARNING]
-    assert [text.partition(" leaves")[0] for text in told] == ["sampling.top_p = 0.7"]
+    warnings = [event["message"] for event in read_events(tmp_path) if event.get("text") == WARNING]
+    assert [text.partition(" excludes")[0] for text in warnings] == ["sampling.top_p = 0.7"]
