@@ -116,5 +116,5 @@ def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
         page.select_option("#axis", "calls")
         page.select_option("#run", "1")
         page.select_option("#question", "1")
-        expect(page.locator("#told")).to_contain_text("answer 15 right")
+        expect(page.locator("#answer")).to_contain_text("answer 15 right")
     assert not [text for text in complaints if not text.startswith("data:")]

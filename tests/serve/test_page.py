@@ -55,10 +55,10 @@ def opened(server: ServerProcess, browser: Browser) -> Iterator[tuple[Page, Seen
     seen = Seen(page)
     page.goto(server.url)
     page.get_by_label("API key").fill("not-the-key")
-    page.get_by_role("button", name="Enter").click()
+    page.get_by_role("button", name="Continue").click()
     expect(page.get_by_text("That key is not accepted.")).to_be_visible()
     page.get_by_label("API key").fill(KEY)
-    page.get_by_role("button", name="Enter").click()
+    page.get_by_role("button", name="Continue").click()
     expect(page.get_by_role("dialog")).to_be_hidden()
     expect(page.locator(".model")).to_have_count(2)
     assert len(seen.complaints) == 2
@@ -172,4 +172,4 @@ def test_a_server_that_drains_and_one_that_is_gone_are_shown(server: ServerProce
         server.process.send_signal(signal.SIGTERM)
         expect(status).to_contain_text("Draining")
     server.process.wait(30)
-    expect(status).to_contain_text("No answer from the server since")
+    expect(status).to_contain_text("No response from the server since")
