@@ -36,7 +36,7 @@ def test_rloo_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7e5, 1e-12])
-def test_equal_rewards_are_exactly_zero(value: float, scale: Scale, dtype: torch.dtype) -> None:
+def test_equal_rewards_give_exactly_zero_advantages(value: float, scale: Scale, dtype: torch.dtype) -> None:
     totals = torch.tensor([value] * 7 + [0.0, 1.0], dtype=dtype)
     groups = [1] * 7 + [2] * 2
     assert group_relative(totals, groups, scale)[:7].tolist() == [0.0] * 7

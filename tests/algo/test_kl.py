@@ -97,7 +97,7 @@ def test_importance_ratio_makes_off_policy_kl_unbiased(estimator: Estimator, str
     assert (gradient_of(lambda logp: loss(logp, with_ratio=False)) - REVERSE).abs().max() > 0.01
 
 
-def test_the_reference_has_no_gradient() -> None:
+def test_reference_gets_no_gradient() -> None:
     ref = REF.clone().requires_grad_()
     logp = THETA.log_softmax(0).requires_grad_()
     kl_loss(logp, ref, "k3", straight_through=True).sum().backward()

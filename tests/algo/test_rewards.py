@@ -60,11 +60,11 @@ def test_running_statistics_do_not_depend_on_batch_sizes(batches: list[list[floa
     norm = RunningNorm()
     for batch in batches:
         norm.update(torch.tensor(batch))
-    seen = [x for batch in batches for x in batch]
-    assert norm.count == len(seen)
-    if len(set(seen)) > 1:
-        assert norm.mean == pytest.approx(statistics.fmean(seen), rel=1e-9, abs=1e-6)
-        assert norm.std == pytest.approx(statistics.stdev(seen), rel=1e-9, abs=1e-6)
+    values = [x for batch in batches for x in batch]
+    assert norm.count == len(values)
+    if len(set(values)) > 1:
+        assert norm.mean == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-6)
+        assert norm.std == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-6)
 
 
 def test_running_std_is_accurate_with_a_large_offset() -> None:

@@ -22,7 +22,7 @@ def test_whiten_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -1e6, 7e-9])
-def test_equal_values_are_exactly_zero(value: float, dtype: torch.dtype) -> None:
+def test_equal_values_become_exactly_zero(value: float, dtype: torch.dtype) -> None:
     values = torch.full((7,), value, dtype=dtype)
     mask = torch.ones(7, dtype=torch.bool)
     assert whiten(values, mask).tolist() == [0.0] * 7

@@ -128,13 +128,13 @@ class Forced(nn.Module):
 
 def grouped(scores: Tensor, groups: int = 4, keep: int = 2) -> Tensor:
     """Keeps the scores of the groups with the largest sum of their two best experts; the others become -inf."""
-    kept = torch.full_like(scores, -torch.inf)
+    masked = torch.full_like(scores, -torch.inf)
     size = scores.shape[-1] // groups
     for row in range(len(scores)):
         sums = [sum(sorted(scores[row, g * size : (g + 1) * size].tolist())[-2:]) for g in range(groups)]
         for g in sorted(range(groups), key=sums.__getitem__)[-keep:]:
-            kept[row, g * size : (g + 1) * size] = scores[row, g * size : (g + 1) * size]
-    return kept
+            masked[row, g * size : (g + 1) * size] = scores[row, g * size : (g + 1) * size]
+    return masked
 
 
 def _softmax_then_top(logits: Tensor, chosen: Tensor) -> Tensor:

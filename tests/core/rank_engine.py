@@ -77,7 +77,7 @@ def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
 
 
 def branched(engine: Engine, ids: list[list[int]]) -> list[tuple[int, ...]]:
-    """Two levels of a search: the second copies the last, partly filled blocks of the first."""
+    """Two levels of a search: the second copies the blocks in which the paths of the first end."""
     params, branches = SamplingParams(n=2, max_tokens=5), engine.branches()
     first = [
         continuation for group in branches.sample(ids, [None] * 3, [params] * 3, [1, 2, 3]) for continuation in group

@@ -73,9 +73,8 @@ def check_random_search(
         branches.free_paths([place for place in (*places, *(place for _, place in dropped)) if place is not None])
         engine.check()
     branches.free_paths([place for _, place in open_paths if place is not None])
-    assert (
-        engine.stats().evictions or engine.stats().tokens_resident == 0
-    )  # unless evicted, freed paths leave nothing resident
+    # Without evictions, freed paths leave nothing resident.
+    assert engine.stats().evictions or engine.stats().tokens_resident == 0
 
 
 def test_branch_samples_are_bit_identical_to_generate(reference: Engine) -> None:

@@ -65,9 +65,7 @@ def test_weights_changed_by_an_optimizer_are_used_immediately(
     engine = Engine(module)
     counted.clear()
     before = tokens_and_logprobs(engine.generate(PROMPTS, FREE))
-    adam = torch.optim.AdamW(
-        module.parameters(), lr=0.05, fused=True
-    )  # a fused optimizer does not bump tensor versions
+    adam = torch.optim.AdamW(module.parameters(), lr=0.05, fused=True)  # does not increase tensor versions
     for parameter in module.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     adam.step()

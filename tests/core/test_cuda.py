@@ -230,16 +230,16 @@ def test_bf16_logprobs_are_as_accurate_as_transformers(name: str) -> None:
     for module in (half, exact):
         module.set_attn_implementation("eager")
     errors: dict[str, list[torch.Tensor]] = {"decoded": [], "read": [], "transformers": []}
-    for ids, sample, ours in zip(sequences, samples, read, strict=True):
+    for ids, sample, read_logprobs in zip(sequences, samples, read, strict=True):
         new, row = len(sample.token_ids), torch.tensor([ids], device="cuda")
         with torch.no_grad():
-            true, theirs = (
+            exact_logprobs, plain_logprobs = (
                 module(row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[-new:, 0].cpu()
                 for module in (exact, half)
             )
-        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - true)
-        errors["read"].append(torch.tensor(ours[-new:]).flatten() - true)
-        errors["transformers"].append(theirs - true)
+        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - exact_logprobs)
+        errors["read"].append(torch.tensor(read_logprobs[-new:]).flatten() - exact_logprobs)
+        errors["transformers"].append(plain_logprobs - exact_logprobs)
     means = {name: torch.cat(parts).abs().mean().item() for name, parts in errors.items()}
     # Near-ties between experts are resolved differently in both: gpt-oss has 1.7 on this model.
     factor = 2.0 if name in ("gpt-oss", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3") else 1.2
@@ -310,9 +310,9 @@ def test_bf16_scores_are_as_accurate_as_transformers() -> None:
     sequences = [[5 + (7 * i + j * j) % 290 for j in range(20 + 3 * i)] for i in range(64)]
     with torch.no_grad():
         truth = torch.stack([exact(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
-        theirs = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
-    ours = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
-    assert (ours - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
+        plain_scores = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
+    scores = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
+    assert (scores - truth).abs().mean() <= 1.2 * (plain_scores - truth).abs().mean()
 
 
 def test_readout_does_not_wait_for_work_queued_after_it() -> None:
@@ -364,10 +364,10 @@ def test_cuda_graphs_follow_the_active_adapters() -> None:
     model = peft.get_peft_model(causal("llama").cuda(), config).eval()
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     run = engine(model)
-    adapted, again = (tokens(run.generate(PROMPTS, greedy)) for _ in range(2))
+    adapted, repeated = (tokens(run.generate(PROMPTS, greedy)) for _ in range(2))
     with model.disable_adapter():
         plain = tokens(run.generate(PROMPTS, greedy))
-    assert adapted == again == tokens(run.generate(PROMPTS, greedy))
+    assert adapted == repeated == tokens(run.generate(PROMPTS, greedy))
     assert adapted != plain == tokens(engine(causal("llama")).generate(PROMPTS, greedy))
 
 
@@ -402,9 +402,9 @@ def test_sampled_logprobs_are_bit_identical_to_the_learners_for_any_batch(name: 
     prompts = [[5 + (7 * i + j * j) % 290 for j in range(1 + 3 * i)] for i in range(60)]
     run = engine(model, max_running=256, kv_bytes=2**30)
     samples = run.generate(prompts, params)
-    again = run.generate(prompts, params)
+    repeated = run.generate(prompts, params)
     assert run.stats().tokens_shared > 0
-    assert [s.logprobs for s in again] == [s.logprobs for s in samples]
+    assert [s.logprobs for s in repeated] == [s.logprobs for s in samples]
     for i in (0, 7, 59):
         assert [s.logprobs for s in run.generate([prompts[i]], params)] == [
             s.logprobs for s in samples[2 * i : 2 * i + 2]

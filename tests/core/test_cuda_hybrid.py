@@ -75,9 +75,9 @@ def test_sampled_logprobs_match_transformers(family: str) -> None:
     samples = run.generate(PROMPTS, params)
     right(module, samples)
     assert len({len(s.token_ids) for s in samples}) > 3
-    again = run.generate(PROMPTS, params)
+    repeated = run.generate(PROMPTS, params)
     assert run.stats().tokens_shared > 0
-    right(module, again)
+    right(module, repeated)
     right(module, [run.generate([p], SamplingParams(max_tokens=90, seed=3, ignore_eos=True))[0] for p in PROMPTS[:3]])
     right(module, run.generate(PROMPTS, SamplingParams(max_tokens=40, seed=4, top_logprobs=2, ignore_eos=True)))
     continued = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples[::4]]
@@ -122,13 +122,13 @@ def test_bf16_logprobs_are_as_accurate_as_transformers(family: str) -> None:
     samples = engine(half).generate(PROMPTS, SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True))
     exact = model(family)
     exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
-    ours, theirs = [], []
+    engine_errors, plain_errors = [], []
     for sample in samples:
         sequence, first = [*sample.prompt_ids, *sample.token_ids], len(sample.prompt_ids) - 1
-        true = plain(exact, sequence)[first:]
-        ours.append(np.abs(np.array(sample.raw_logprobs) - true))
-        theirs.append(np.abs(plain(half, sequence)[first:] - true))
-    assert np.concatenate(ours).mean() <= 1.2 * np.concatenate(theirs).mean() + 1e-4
+        exact_logprobs = plain(exact, sequence)[first:]
+        engine_errors.append(np.abs(np.array(sample.raw_logprobs) - exact_logprobs))
+        plain_errors.append(np.abs(plain(half, sequence)[first:] - exact_logprobs))
+    assert np.concatenate(engine_errors).mean() <= 1.2 * np.concatenate(plain_errors).mean() + 1e-4
 
 
 # Nemotron-H is left out: 90 % of its tokens are bit-identical to the learner's (docs/proof.md).

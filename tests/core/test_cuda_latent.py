@@ -96,11 +96,11 @@ def test_bfloat16_logprobs_are_as_accurate_as_transformers(name: str) -> None:
     read = run.logprobs(sequences)
     exact = copy.deepcopy(half).float()
     errors: dict[str, list[torch.Tensor]] = {"decoded": [], "read": [], "transformers": []}
-    for ids, sample, ours in zip(sequences, samples, read, strict=True):
-        true, new = plain(exact, ids), len(sample.token_ids)
-        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - true[-new:])
-        errors["read"].append(torch.from_numpy(ours) - true)
-        errors["transformers"].append(plain(half, ids) - true)
+    for ids, sample, read_logprobs in zip(sequences, samples, read, strict=True):
+        exact_logprobs, new = plain(exact, ids), len(sample.token_ids)
+        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - exact_logprobs[-new:])
+        errors["read"].append(torch.from_numpy(read_logprobs) - exact_logprobs)
+        errors["transformers"].append(plain(half, ids) - exact_logprobs)
     means = {kind: torch.cat(parts).abs().mean().item() for kind, parts in errors.items()}
     print(name, means)
     # Absorbed queries are rounded once more than plain ones; near-ties between experts are resolved differently.

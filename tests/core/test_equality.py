@@ -58,7 +58,7 @@ def test_logprobs_with_long_sequences_attended_alone_and_short_ones_grouped(fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
+def test_logprobs_of_given_tokens_at_given_positions(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module, budget=64)
     ids = tiny.sequences(4, 6, 3, 40)
@@ -109,7 +109,7 @@ def test_raw_logprobs_of_samples_match_the_model(family: str) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neox"])
 @pytest.mark.parametrize("labels", [1, 3])
-def test_sequence_scores(family: str, labels: int) -> None:
+def test_sequence_scores_match_transformers(family: str, labels: int) -> None:
     module = tiny.model(family, "sequence", labels=labels)
     engine = Engine(module)
     prompts = tiny.sequences(4, 3, 20, 40)
@@ -123,7 +123,7 @@ def test_sequence_scores(family: str, labels: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt_neox"])
-def test_step_scores_at_positions(family: str) -> None:
+def test_step_scores_at_positions_match_transformers(family: str) -> None:
     module = tiny.model(family, "token", labels=2)
     engine = Engine(module)
     ids = tiny.sequences(6, 6, 8, 40)
@@ -135,7 +135,7 @@ def test_step_scores_at_positions(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_vocabulary_columns(family: str) -> None:
+def test_vocabulary_columns_match_transformers(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     ids = tiny.sequences(7, 5, 8, 40)

@@ -132,9 +132,7 @@ def as_learner(engine: Engine, plain: Any) -> None:
         for result in (packed_rows_of_tree, plain_rows):
             (result * weights).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    floor = 1e-2 * max(
-        float(grad.abs().max()) for grad in expected.values()
-    )  # the gradient of a key bias is rounding error only
+    floor = 1e-2 * max(float(grad.abs().max()) for grad in expected.values())  # a key bias has only rounding error
     actual = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     assert actual.keys() == expected.keys()
     for name, grad in actual.items():

@@ -49,7 +49,7 @@ def test_separate_prefill_and_decode_engines_match_a_single_engine(family: str) 
         assert np.allclose(sample.logprobs, reference.logprobs, atol=5e-6, rtol=0)
         assert np.allclose(sample.raw_logprobs, reference.raw_logprobs, atol=5e-6, rtol=0)
         assert sample.versions == reference.versions
-    # The second engine computed each sampled token and no prompt tokens.
+    # The second engine computed at most one token per sampled token, and no prompt tokens.
     sampled_tokens = sum(len(s.token_ids) for s in actual)
     assert second.stats().tokens_computed <= sampled_tokens
     first.check()

@@ -93,9 +93,7 @@ class Fault:
 
     def first(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        if (
-            frame.f_code.co_name == "whole"
-        ):  # a transaction's own frame makes no call during which a signal could arrive
+        if frame.f_code.co_name == "whole":  # a transaction's own frame calls nothing that a signal could interrupt
             return None
         return self.each if name.startswith(CORE) or (self.everywhere and name != __file__) else None
 
@@ -275,7 +273,7 @@ def test_failed_call_removes_its_own_requests(error: BaseException, monkeypatch:
         engine.check()
         computed = engine.stats().tokens_computed
         engine.generate([[3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert engine.stats().tokens_computed - computed == 5  # the last sampled token is not computed
+        assert engine.stats().tokens_computed - computed == 5  # the last sampled token is never fed back
     right(engine)
 
 
@@ -360,7 +358,7 @@ def test_scores_have_each_row_once_after_preemption_and_new_weights() -> None:
         assert np.allclose(values[request], expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
-def test_an_engine_whose_sleep_was_interrupted_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_works_after_an_interrupted_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, close = small(), CpuBackend.close
 
     def interrupted_close(self: CpuBackend) -> None:

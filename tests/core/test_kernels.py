@@ -472,8 +472,8 @@ def test_sampling_in_blocks_of_logits_matches_one_program_per_row(
     greedy = torch.tensor([False, False, False, True], device=DEVICE)
     stops = torch.full((rows, 2), -1, device=DEVICE)
     results = []
-    for few in (sampling.FEW, 0):
-        monkeypatch.setattr(sampling, "FEW", few)
+    for limit in (sampling.FEW, 0):
+        monkeypatch.setattr(sampling, "FEW", limit)
         state = (
             *(torch.full((rows,), n, device=DEVICE) for n in (3, 10, 0, 9)),
             torch.ones(rows, device=DEVICE).bool(),

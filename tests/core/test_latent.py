@@ -252,9 +252,7 @@ def test_latent_attention_of_prefill_is_bit_identical_to_decode(
         out, log = attended(query[i], rows[places[start : start + position + 1], 0], rank, 0.3)
         close(actual[i], out.to(dtype))
         torch.testing.assert_close(sums[:, i], log, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
-    block = torch.nn.functional.pad(
-        rows[places[6:]], (0, 0, 0, 0, 64, 44), value=float("nan")
-    )  # the second of two blocks
+    block = torch.nn.functional.pad(rows[places[6:]], (0, 0, 0, 0, 64, 44), value=float("nan"))  # second of two blocks
     tables = torch.ones(20, 1, dtype=torch.int32, device=DEVICE)
     decoded = kernels.latent_attention(
         query[6:], block, rank, positions[6:], scale=0.3, tables=tables, size=64, splits=2

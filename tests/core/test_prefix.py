@@ -170,7 +170,7 @@ def test_keys_without_cached_tokens_are_removed() -> None:
     assert not tree._roots
 
 
-def test_repeatedly_released_nodes_are_queued_once_for_eviction() -> None:
+def test_eviction_queue_stays_bounded_after_repeated_releases() -> None:
     tree = PrefixTree(BlockPool(6), SIZE)
     for _ in range(1000):
         release(tree, insert(tree, [0, 1, 2, 0, 1, 2, 0, 1]))

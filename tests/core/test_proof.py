@@ -125,8 +125,8 @@ def test_half_precision_uses_the_lean_trunk_only_where_it_is_exact(config: PreTr
 
 
 def test_stand_in_has_one_layer_of_each_kind_and_reduced_sizes() -> None:
-    many = shrunk(SmolLM3Config(num_hidden_layers=36))
-    module = AutoModelForCausalLM.from_config(many)
+    shrunk_config = shrunk(SmolLM3Config(num_hidden_layers=36))
+    module = AutoModelForCausalLM.from_config(shrunk_config)
     small: Any = stand_in(module, 0)
     assert [layer.self_attn.use_rope for layer in small.model.layers] == [1, 1, 1, 0]
     wide = AutoModelForCausalLM.from_config(LlamaConfig(**tiny.GROUPED | {"num_hidden_layers": 9, "hidden_size": 128}))

@@ -160,9 +160,8 @@ def test_prompt_of_several_samples_is_computed_once(family: str) -> None:
     prompts = tiny.sequences(3, 4, 37, 37)
     samples = engine.generate(prompts, SamplingParams(n=4, max_tokens=1, seed=1, ignore_eos=True))
     stats = engine.stats()
-    assert (
-        stats.tokens_computed == 4 * 37 + 4 * 3
-    )  # each prompt once, and its last token for each of the other three samples
+    # Each prompt once, and its last token for each of the other three samples.
+    assert stats.tokens_computed == 4 * 37 + 4 * 3
     right(module, samples)
     right(module, engine.generate(prompts, SamplingParams(n=4, max_tokens=30, seed=2, ignore_eos=True)))
     assert engine.stats().tokens_computed - stats.tokens_computed == 16 * 30  # of the prompts only the last tokens
@@ -414,7 +413,7 @@ def test_cached_states_are_dropped_for_running_sequences() -> None:
     blocks = [pool.allocate() for _ in range(4)]
     table.begin(set())
     kept = [table.keep((block, BLOCK)) for block in blocks]
-    assert kept.count(None) == 2  # six slots minus two for each running sequence leave two
+    assert kept.count(None) == 2  # of six slots, two for each of two running sequences are reserved
     table.begin(set())
     slots = {table.advance((100 + i, 3)) for i in range(4)}
     assert len(slots) == 4

@@ -19,10 +19,10 @@ from plaudit.core.model.packing import pack, use_packed_attention
 from plaudit.errors import RequestError
 from plaudit.models import load_any, load_policy, save
 
-ORIGINAL, MOST = 72, 128  # positions covered by the short factors, and all positions
+ORIGINAL, LIMIT = 72, 128  # positions covered by the short factors, and all positions
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": MOST, "pad_token_id": 0, "bos_token_id": 1,
+    "num_key_value_heads": 2, "max_position_embeddings": LIMIT, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "initializer_range": 0.25,
 }  # fmt: skip
 
@@ -33,7 +33,7 @@ def longrope(partial: float = 1.0, one_set: bool = False) -> dict[str, Any]:
     short = long if one_set else [1.0 + i / 10 for i in range(count)]
     return {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long,
-        "factor": MOST / ORIGINAL, "original_max_position_embeddings": ORIGINAL, "partial_rotary_factor": partial,
+        "factor": LIMIT / ORIGINAL, "original_max_position_embeddings": ORIGINAL, "partial_rotary_factor": partial,
     }  # fmt: skip
 
 
@@ -45,26 +45,26 @@ CASES: dict[str, tuple[PreTrainedConfig, int]] = {
     "phi-3": (phi(1.0), ORIGINAL),
     "phi-4-mini": (phi(0.75), ORIGINAL),
     "llama longrope": (LlamaConfig(**SIZES, rope_parameters=longrope()), ORIGINAL),
-    "llama one set of factors": (LlamaConfig(**SIZES, rope_parameters=longrope(one_set=True)), MOST),
+    "llama one set of factors": (LlamaConfig(**SIZES, rope_parameters=longrope(one_set=True)), LIMIT),
     "llama dynamic": (
-        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}), MOST
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}), LIMIT
     ),
 }  # fmt: skip
 
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> tuple[Engine, torch.nn.Module, int]:
-    config, most = CASES[request.param]
+    config, limit = CASES[request.param]
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config).eval()
     plain = copy.deepcopy(module)
     plain.set_attn_implementation("eager")
-    return Engine(module, kv_bytes=2**22), plain, most
+    return Engine(module, kv_bytes=2**22), plain, limit
 
 
-def sequences(most: int) -> list[list[int]]:
+def sequences(limit: int) -> list[list[int]]:
     rng = random.Random(1)
-    return [[rng.randrange(3, 97) for _ in range(length)] for length in (5, most, 17, most - 1, 33)]
+    return [[rng.randrange(3, 97) for _ in range(length)] for length in (5, limit, 17, limit - 1, 33)]
 
 
 @torch.inference_mode()
@@ -74,9 +74,9 @@ def own_logprobs(plain: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def test_logprobs_batched_alone_and_cached_match_transformers(case: tuple[Engine, Any, int]) -> None:
-    engine, plain, most = case
-    assert engine.decoder.max_positions == most
-    tokens = sequences(most)
+    engine, plain, limit = case
+    assert engine.decoder.max_positions == limit
+    tokens = sequences(limit)
     results = (
         engine.logprobs(tokens),
         [engine.logprobs([sequence])[0] for sequence in tokens],
@@ -88,18 +88,18 @@ def test_logprobs_batched_alone_and_cached_match_transformers(case: tuple[Engine
 
 
 def test_sampled_logprobs_match_transformers_up_to_the_last_position(case: tuple[Engine, Any, int]) -> None:
-    engine, plain, most = case
-    prompts = [sequence[: most - 12] for sequence in sequences(most) if len(sequence) >= most - 12]
+    engine, plain, limit = case
+    prompts = [sequence[: limit - 12] for sequence in sequences(limit) if len(sequence) >= limit - 12]
     for sample in engine.generate(prompts, SamplingParams(n=2, max_tokens=None, seed=3, ignore_eos=True)):
         full = [*sample.prompt_ids, *sample.token_ids]
-        assert len(full) == most
+        assert len(full) == limit
         expected = own_logprobs(plain, full)[len(sample.prompt_ids) - 1 :]
         torch.testing.assert_close(torch.tensor(sample.raw_logprobs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_match_the_module(case: tuple[Engine, Any, int]) -> None:
-    engine, plain, most = case
-    same_gradients(engine.decoder.module, plain, sequences(most)[:3])
+    engine, plain, limit = case
+    same_gradients(engine.decoder.module, plain, sequences(limit)[:3])
 
 
 def same_gradients(module: Any, plain: Any, tokens: list[list[int]]) -> None:
@@ -122,22 +122,22 @@ def same_gradients(module: Any, plain: Any, tokens: list[list[int]]) -> None:
 
 
 def test_longer_sequences_are_rejected_with_the_fix(case: tuple[Engine, Any, int]) -> None:
-    engine, _, most = case
-    with pytest.raises(RequestError, match=f"{most + 1} tokens are more than the {most} positions") as error:
-        engine.logprobs([[5] * (most + 1)])
-    assert ("set short_factor to long_factor" in str(error.value)) == (most == ORIGINAL)
+    engine, _, limit = case
+    with pytest.raises(RequestError, match=f"{limit + 1} tokens are more than the {limit} positions") as error:
+        engine.logprobs([[5] * (limit + 1)])
+    assert ("set short_factor to long_factor" in str(error.value)) == (limit == ORIGINAL)
 
 
 def test_fused_forward_uses_the_short_factors_after_a_longer_sequence(
     case: tuple[Engine, Any, int],
 ) -> None:
     """Another caller of the same module may have switched it to the long factors."""
-    _, plain, most = case
-    ids = torch.tensor([sequences(most)[2]])
+    _, plain, limit = case
+    ids = torch.tensor([sequences(limit)[2]])
     with torch.inference_mode():
         expected = plain.model(ids, use_cache=False).last_hidden_state
         fusion = Fusion(plain.model, operations)
-        plain.model(torch.tensor([[5] * (MOST + 8)]), use_cache=False)
+        plain.model(torch.tensor([[5] * (LIMIT + 8)]), use_cache=False)
         with fusion.applied(False):
             actual = plain.model(ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -162,9 +162,9 @@ def test_with_long_factors_only_longer_sequences_match_transformers(long_case: t
     """For them transformers uses the long factors with the original config."""
     directory, plain = long_case
     engine = Engine.load(directory, device="cpu")
-    assert engine.decoder.max_positions == MOST
+    assert engine.decoder.max_positions == LIMIT
     rng = random.Random(1)
-    tokens = [[rng.randrange(3, 97) for _ in range(length)] for length in (ORIGINAL + 1, MOST, 90, MOST - 1)]
+    tokens = [[rng.randrange(3, 97) for _ in range(length)] for length in (ORIGINAL + 1, LIMIT, 90, LIMIT - 1)]
     results = (
         engine.logprobs(tokens),
         [engine.logprobs([sequence])[0] for sequence in tokens],
@@ -176,7 +176,7 @@ def test_with_long_factors_only_longer_sequences_match_transformers(long_case: t
     prompts = [sequence[:length] for sequence, length in zip(tokens[1:], (5, 60, ORIGINAL + 8), strict=True)]
     for sample in engine.generate(prompts, SamplingParams(n=2, max_tokens=None, seed=3, ignore_eos=True)):
         full = [*sample.prompt_ids, *sample.token_ids]
-        assert len(full) == MOST
+        assert len(full) == LIMIT
         expected = own_logprobs(plain, full)[len(sample.prompt_ids) - 1 :]
         torch.testing.assert_close(torch.tensor(sample.raw_logprobs), expected, rtol=1e-4, atol=1e-4)
     same_gradients(load_policy(directory).module, plain, tokens)

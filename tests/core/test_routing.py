@@ -72,7 +72,7 @@ def test_continued_conversation_has_the_experts_of_all_its_tokens() -> None:
     assert first.experts is not None
     assert second.experts is not None
     assert second.experts.startswith(first.experts)
-    # A partial sample can be continued, also by another engine.
+    # A partial sample without recorded experts can be continued.
     partial = Sample(**{name: getattr(first, name) for name in first.__slots__ if name != "experts"})
     (continued,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=20, seed=3), begun=[[partial]])
     check([continued], module, "qwen3_moe")
@@ -175,9 +175,7 @@ def test_every_family_replays_the_given_experts(case: Case) -> None:
     rows.square().sum().backward()
     with_gradient = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.any()]
     names = {part: name for name, part in module.named_modules()}
-    for router in (
-        part for part in names if len(part._forward_pre_hooks) > 2
-    ):  # two hooks of routing and one of this test
+    for router in (part for part in names if len(part._forward_pre_hooks) > 2):  # routing adds two, this test one
         assert any(name.startswith(names[router]) for name in with_gradient) or max(routing.counts) == 1
 
 

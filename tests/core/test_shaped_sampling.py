@@ -126,9 +126,8 @@ def test_top_logprobs_match_transformers() -> None:
     before = LARGE.stats()
     samples = LARGE.generate(PROMPTS[:3], options)
     computed = LARGE.stats().tokens_computed - before.tokens_computed
-    assert (
-        computed == sum(map(len, PROMPTS[:3])) + 1 + 4 * 7
-    )  # the second sample shares all but one token of its prompt
+    # The second sample shares all but one token of its prompt.
+    assert computed == sum(map(len, PROMPTS[:3])) + 1 + 4 * 7
     for sample in samples:
         option = options[sample.group]
         if not option.top_logprobs:
