@@ -1,4 +1,4 @@
-"""Token weights in the loss, by hand on a ragged batch, and gradients that do not depend on how the batch was split."""
+"""Loss weights of tokens, computed by hand on a ragged batch; gradients do not depend on how the batch is split."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from plaudit.algo.methods.ppo import clipped, ratio_of
 from plaudit.algo.methods.reinforce import plain
 from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 
-# Three samples: two policy tokens, a tool's token between three, nothing of the policy's.
+# Three samples: two policy tokens; three policy tokens and one tool token; one token that is not the policy's.
 LENGTHS = (2, 4, 1)
 MASK = torch.tensor([1, 1, 1, 0, 1, 1, 0], dtype=torch.bool)
 LOSS = torch.tensor([1.0, 3.0, 10.0, 99.0, 20.0, 30.0, 99.0])
 
 
-def test_three_ways_by_hand() -> None:
+def test_token_weights_by_hand_for_each_aggregation() -> None:
     def total(how: Aggregation, constant: float | None = None) -> float:
         return float((token_weights(MASK, LENGTHS, how, constant) * LOSS).sum())
 
@@ -33,27 +33,27 @@ def test_three_ways_by_hand() -> None:
     assert total("constant", 1) == pytest.approx((4 + 60) / 2)
 
 
-def test_a_batch_of_observations_weighs_nothing() -> None:
-    nothing = torch.zeros(3, dtype=torch.bool)
+def test_samples_without_policy_tokens_have_zero_weights() -> None:
+    no_policy_tokens = torch.zeros(3, dtype=torch.bool)
     for how in ("token", "sequence", "constant"):
-        assert token_weights(nothing, (1, 2), how, 4.0).tolist() == [0, 0, 0]
+        assert token_weights(no_policy_tokens, (1, 2), how, 4.0).tolist() == [0, 0, 0]
     assert token_weights(torch.zeros(0, dtype=torch.bool), (), "sequence").tolist() == []
 
 
-def test_the_constant_is_asked_for() -> None:
+def test_constant_aggregation_requires_the_constant() -> None:
     with pytest.raises(ValueError, match="constant = None"):
         token_weights(MASK, LENGTHS, "constant")
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6).filter(lambda s: any(map(any, s))))
-def test_means_are_means_and_every_sample_counts_alike(samples: list[list[bool]]) -> None:
+def test_weights_sum_to_one_and_sequence_weights_are_equal_per_sample(samples: list[list[bool]]) -> None:
     lengths = [len(s) for s in samples]
     mask = torch.tensor([m for s in samples for m in s], dtype=torch.bool)
     for how in ("token", "sequence"):
         assert float(token_weights(mask, lengths, how).sum()) == pytest.approx(1, abs=1e-5)
     shares = [float(w.sum()) for w in token_weights(mask, lengths, "sequence").split(lengths)]
-    living = sum(any(s) for s in samples)
-    assert shares == pytest.approx([any(s) / living for s in samples], abs=1e-5)
+    nonempty = sum(any(s) for s in samples)
+    assert shares == pytest.approx([any(s) / nonempty for s in samples], abs=1e-5)
 
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
@@ -79,7 +79,7 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_the_gradient_is_the_same_however_the_samples_are_split(name: str, how: Aggregation) -> None:
+def test_gradient_does_not_depend_on_micro_batch_split(name: str, how: Aggregation) -> None:
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 1, 7, 2, 5, 4, 6, 3)
     count = sum(lengths)
@@ -87,22 +87,22 @@ def test_the_gradient_is_the_same_however_the_samples_are_split(name: str, how: 
     targets = torch.randint(0, 11, (count,), generator=generator)
     old = -2.4 + 0.3 * torch.randn(count, generator=generator)
     advantages, mask = torch.randn(count, generator=generator), torch.rand(count, generator=generator) < 0.7
-    mask[3] = False  # the sample of one token
+    mask[3] = False  # the sample with one token
     weights = token_weights(mask, lengths, how, 7.0)
 
     def gradient(splits: int) -> Tensor:
         weight = head.clone().requires_grad_()
         size = len(lengths) // splits
-        for part in range(splits):
-            chosen = lengths[part * size : (part + 1) * size]
-            at = slice(sum(lengths[: part * size]), sum(lengths[: (part + 1) * size]))
-            logp, entropy = token_logprobs_and_entropy(hidden[at], weight, targets[at], entropy_grad=True)
-            loss = LOSSES[name](logp, old[at], advantages[at], mask[at], chosen) - 0.1 * entropy
-            (weights[at] * loss).sum().backward()
+        for index in range(splits):
+            part_lengths = lengths[index * size : (index + 1) * size]
+            tokens = slice(sum(lengths[: index * size]), sum(lengths[: (index + 1) * size]))
+            logp, entropy = token_logprobs_and_entropy(hidden[tokens], weight, targets[tokens], entropy_grad=True)
+            loss = LOSSES[name](logp, old[tokens], advantages[tokens], mask[tokens], part_lengths) - 0.1 * entropy
+            (weights[tokens] * loss).sum().backward()
         assert weight.grad is not None
         return weight.grad
 
-    whole = gradient(1)
-    assert whole.norm() > 1e-3
+    full_batch = gradient(1)
+    assert full_batch.norm() > 1e-3
     for splits in (2, 4):
-        torch.testing.assert_close(gradient(splits), whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient(splits), full_batch, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Advantages within a group of samples of one prompt."""
+"""Advantages relative to a group of samples of one prompt."""
 
 import math
 
@@ -12,7 +12,7 @@ from plaudit.algo.methods.dapo import informative, overlong_penalty
 from plaudit.algo.methods.grpo import group_relative
 from plaudit.algo.methods.rloo import leave_one_out
 
-# The samples of two prompts, as they came in: prompt 9 has 1, 2, 6 and prompt 4 has 0, 10.
+# Interleaved rewards of two prompts: prompt 9 has 1, 2, 6 and prompt 4 has 0, 10.
 TOTALS, GROUPS = torch.tensor([1.0, 0.0, 2.0, 10.0, 6.0]), (9, 4, 9, 4, 9)
 
 
@@ -36,7 +36,7 @@ def test_rloo_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7e5, 1e-12])
-def test_equal_rewards_are_exactly_zero(value: float, scale: Scale, dtype: torch.dtype) -> None:
+def test_equal_rewards_give_exactly_zero_advantages(value: float, scale: Scale, dtype: torch.dtype) -> None:
     totals = torch.tensor([value] * 7 + [0.0, 1.0], dtype=dtype)
     groups = [1] * 7 + [2] * 2
     assert group_relative(totals, groups, scale)[:7].tolist() == [0.0] * 7
@@ -44,12 +44,12 @@ def test_equal_rewards_are_exactly_zero(value: float, scale: Scale, dtype: torch
     assert group_relative(totals[:7], groups[:7], scale).tolist() == [0.0] * 7
 
 
-def test_rewards_that_hardly_differ_are_not_blown_up() -> None:
+def test_nearly_equal_rewards_are_not_amplified() -> None:
     close = torch.tensor([0.5, 0.5 + 2**-24])
     assert group_relative(close, (0, 0), "group").abs().max() < 1e-3
 
 
-def test_a_group_of_one_says_nothing() -> None:
+def test_group_of_one_sample_has_zero_advantage() -> None:
     totals = torch.tensor([5.0, 1.0, 3.0])
     for scale in ("group", "batch", "none"):
         advantages = group_relative(totals, (0, 1, 1), scale).tolist()
@@ -60,14 +60,16 @@ def test_a_group_of_one_says_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), min_size=1, max_size=20), st.randoms())
-def test_identities_and_order(rows: list[tuple[int, int]], random: object) -> None:
+def test_advantages_match_the_definition_and_do_not_depend_on_sample_order(
+    rows: list[tuple[int, int]], random: object
+) -> None:
     groups, totals = [g for g, _ in rows], torch.tensor([float(r) for _, r in rows])
     others = [[r for j, (h, r) in enumerate(rows) if h == g and j != i] for i, (g, _) in enumerate(rows)]
     expected = [r - sum(o) / len(o) if o else 0.0 for (_, r), o in zip(rows, others, strict=True)]
-    alone = leave_one_out(totals, groups)
-    assert alone.tolist() == pytest.approx(expected, abs=1e-5)
+    actual = leave_one_out(totals, groups)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-5)
     sizes = torch.tensor([float(groups.count(g)) for g in groups])
-    torch.testing.assert_close(alone * (sizes - 1), group_relative(totals, groups, "none") * sizes)
+    torch.testing.assert_close(actual * (sizes - 1), group_relative(totals, groups, "none") * sizes)
     order = list(range(len(rows)))
     random.shuffle(order)  # type: ignore[attr-defined]
     shuffled = group_relative(totals[order], [groups[i] for i in order], "group")
@@ -81,11 +83,11 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 1.0])), max_size=20))
-def test_what_dynamic_sampling_drops_has_no_advantage(rows: list[tuple[int, float]]) -> None:
+def test_groups_dropped_by_dynamic_sampling_have_zero_advantages(rows: list[tuple[int, float]]) -> None:
     groups, totals = [g for g, _ in rows], torch.tensor([r for _, r in rows])
     kept = informative(totals, groups)
-    moved = {g for g, a in zip(groups, group_relative(totals, groups, "group").tolist(), strict=True) if a != 0}
-    assert kept == moved
+    nonzero = {g for g, a in zip(groups, group_relative(totals, groups, "group").tolist(), strict=True) if a != 0}
+    assert kept == nonzero
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype = torch.float32, rows: int = 37, vocabulary: int =
     return [*(t.to(dtype).requires_grad_() for t in (hidden, head, bias)), targets]
 
 
-def test_by_hand() -> None:
+def test_logprobs_and_entropy_by_hand() -> None:
     hidden = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     head = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     # logits: row 0 is [0, 1], row 1 is [0, 2]
@@ -44,7 +44,7 @@ def test_by_hand() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_gpu_does_not_round_the_logits_of_half_precision(dtype: torch.dtype, biased: bool) -> None:
+def test_gpu_logits_are_not_rounded_to_half_precision(dtype: torch.dtype, biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 64, generator=generator).to(dtype) for n in (300, 5000))
     bias = torch.randn(5000, generator=generator).to(dtype) if biased else None
@@ -52,16 +52,16 @@ def test_a_gpu_does_not_round_the_logits_of_half_precision(dtype: torch.dtype, b
     exact = hidden.double() @ head.double().T + (0 if bias is None else bias.double())
     expected = exact.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     rounded = exact.to(dtype).double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    found = token_logprobs(hidden.cuda(), head.cuda(), targets.cuda(), None if bias is None else bias.cuda()).cpu()
-    assert found.dtype == torch.float32
-    assert (found - expected).abs().max() < 5e-4
-    assert (rounded - expected).abs().max() > 2e-3  # so the test would see rounding
+    actual = token_logprobs(hidden.cuda(), head.cuda(), targets.cuda(), None if bias is None else bias.cuda()).cpu()
+    assert actual.dtype == torch.float32
+    assert (actual - expected).abs().max() < 5e-4
+    assert (rounded - expected).abs().max() > 2e-3  # so rounding would fail the test
 
 
 @FINISHES
 @TEMPERATURES
-def test_every_row_by_brute_force(finish: Finish | None, temperature: float) -> None:
-    """One row and one token at a time, in Python's own arithmetic: no row may see another's target."""
+def test_each_row_matches_a_brute_force_computation(finish: Finish | None, temperature: float) -> None:
+    """One row and one token at a time, in Python floats: no row may read another row's target."""
     hidden, head, bias, targets = inputs(rows=5, vocabulary=7)
     logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias, temperature, finish)
     torch.testing.assert_close(logp, token_logprobs(hidden, head, targets, bias, temperature, finish))
@@ -73,15 +73,15 @@ def test_every_row_by_brute_force(finish: Finish | None, temperature: float) -> 
         if finish is soft_cap:
             logits = [3 * math.tanh(x / 3) for x in logits]
         weights = [math.exp(x / temperature) for x in logits]
-        chances = [w / sum(weights) for w in weights]
-        assert logp[row].item() == pytest.approx(math.log(chances[int(targets[row])]), abs=1e-5)
-        assert entropy[row].item() == pytest.approx(-sum(p * math.log(p) for p in chances), abs=1e-5)
+        probabilities = [w / sum(weights) for w in weights]
+        assert logp[row].item() == pytest.approx(math.log(probabilities[int(targets[row])]), abs=1e-5)
+        assert entropy[row].item() == pytest.approx(-sum(p * math.log(p) for p in probabilities), abs=1e-5)
 
 
 @FINISHES
 @TEMPERATURES
 @pytest.mark.parametrize("elements", [1 << 24, 9 * 2])
-def test_gradients_are_those_of_finite_differences(
+def test_gradients_match_finite_differences(
     finish: Finish | None, temperature: float, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", elements)
@@ -96,25 +96,25 @@ def test_gradients_are_those_of_finite_differences(
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_chunks_change_neither_values_nor_gradients(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_changes_neither_values_nor_gradients(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head, bias, targets = inputs()
 
     def run() -> list[Tensor]:
         if entropy:
-            values, more = token_logprobs_and_entropy(hidden, head, targets, bias, 0.8, entropy_grad=True)
-            loss = values.square().sum() + more.square().sum()
+            values, entropies = token_logprobs_and_entropy(hidden, head, targets, bias, 0.8, entropy_grad=True)
+            loss = values.square().sum() + entropies.square().sum()
         else:
             values = token_logprobs(hidden, head, targets, bias, 0.8)
             loss = values.square().sum()
         return [values, *torch.autograd.grad(loss, [hidden, head, bias])]
 
-    whole = run()
+    unchunked = run()
     monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", 50 * 5)
-    for a, b in zip(whole, run(), strict=True):
+    for a, b in zip(unchunked, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_entropy_has_a_gradient_only_if_asked() -> None:
+def test_entropy_has_a_gradient_only_if_requested() -> None:
     hidden, head, bias, targets = inputs()
     logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias)
     assert logp.requires_grad
@@ -124,7 +124,7 @@ def test_the_entropy_has_a_gradient_only_if_asked() -> None:
     torch.testing.assert_close(with_entropy, alone)
 
 
-def test_a_head_that_is_frozen_gets_no_gradient() -> None:
+def test_frozen_head_gets_no_gradient() -> None:
     hidden, head, _, targets = inputs()
     token_logprobs(hidden, head.detach(), targets).sum().backward()
     assert hidden.grad is not None
@@ -146,32 +146,32 @@ def test_half_precision_gradients_of_many_chunks_are_summed_in_float32(monkeypat
     hidden, head, bias, targets = inputs(torch.bfloat16, rows=600, vocabulary=20)
 
     def error() -> float:
-        """Of the head's gradient against that of the same numbers in float64."""
+        """Relative error of the head's gradient against the same computation in float64."""
         exact = [t.detach().double().requires_grad_() for t in (hidden, head, bias)]
-        (wanted,) = torch.autograd.grad(token_logprobs(exact[0], exact[1], targets, exact[2]).sum(), exact[1])
-        (found,) = torch.autograd.grad(token_logprobs(hidden, head, targets, bias).sum(), head)
-        return float((found.double() - wanted).norm() / wanted.norm())
+        (expected,) = torch.autograd.grad(token_logprobs(exact[0], exact[1], targets, exact[2]).sum(), exact[1])
+        (actual,) = torch.autograd.grad(token_logprobs(hidden, head, targets, bias).sum(), head)
+        return float((actual.double() - expected).norm() / expected.norm())
 
-    whole = error()
+    unchunked_error = error()
     monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", 20 * 2)
-    assert error() < 1.5 * whole
+    assert error() < 1.5 * unchunked_error
 
 
 def held(make: Callable[[], Tensor]) -> int:
-    """Elements kept for the backward pass, parameters and inputs left out."""
-    kept: dict[int, int] = {}
+    """Number of elements saved for the backward pass, without parameters and inputs."""
+    sizes: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         if not tensor.is_leaf:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         make()
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
-def test_nothing_of_rows_times_vocabulary_is_held_for_the_backward_pass() -> None:
+def test_backward_pass_does_not_store_the_rows_times_vocabulary_logits() -> None:
     hidden, head, bias, targets = inputs(rows=64, vocabulary=500)
     plain = held(lambda: torch.nn.functional.linear(hidden, head, bias).log_softmax(-1)[:, 0])
     assert plain >= 64 * 500
@@ -189,7 +189,7 @@ def test_extreme_logits_stay_finite() -> None:
     assert hidden.grad.flatten().tolist() == [0, 2]
 
 
-def test_no_rows() -> None:
+def test_zero_rows_give_empty_results_and_zero_gradients() -> None:
     hidden, head, bias, targets = inputs()
     logp, entropy = token_logprobs_and_entropy(hidden[:0], head, targets[:0], bias)
     assert logp.shape == entropy.shape == (0,)
@@ -198,7 +198,7 @@ def test_no_rows() -> None:
     assert not head.grad.any()
 
 
-def test_a_temperature_of_zero_has_no_log_probability() -> None:
+def test_temperature_zero_is_rejected() -> None:
     hidden, head, _, targets = inputs()
     with pytest.raises(ValueError, match="temperature = 0"):
         token_logprobs(hidden, head, targets, temperature=0.0)

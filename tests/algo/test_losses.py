@@ -19,13 +19,13 @@ def test_bradley_terry_by_hand() -> None:
     assert bradley_terry(chosen, rejected, centring=0.1).item() == pytest.approx(plain + 1.8, rel=1e-6)
 
 
-def test_centring_is_the_only_thing_that_sees_a_shift() -> None:
+def test_only_the_centring_penalty_depends_on_a_constant_shift() -> None:
     chosen, rejected = torch.randn(5), torch.randn(5)
     torch.testing.assert_close(bradley_terry(chosen, rejected), bradley_terry(chosen + 9, rejected + 9))
     assert bradley_terry(chosen + 9, rejected + 9, centring=0.1) > bradley_terry(chosen, rejected, centring=0.1)
 
 
-def test_ratings_that_were_not_given_cost_nothing_and_move_nothing() -> None:
+def test_missing_ratings_add_no_loss_and_no_gradient() -> None:
     scores = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     ratings = torch.tensor([[0.0, math.nan], [math.nan, 1.0]])
     loss = attribute_error(scores, ratings)

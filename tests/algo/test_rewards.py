@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plaudit.algo.rewards import RunningNorm, at_last_token, length_penalty
 
 
-def test_the_reward_lies_on_the_last_token_of_the_policys_own() -> None:
-    # ends in a tool's token; ends in its own; has none; is empty; one token
+def test_reward_is_placed_on_the_last_policy_token() -> None:
+    # samples: ends in a tool token; ends in a policy token; has no policy token; is empty; one policy token
     lengths = (4, 2, 2, 0, 1)
     mask = torch.tensor([1, 0, 1, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
     placed = at_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), mask, lengths)
@@ -25,7 +25,7 @@ def test_length_penalty() -> None:
     assert length_penalty((0, 10, 4), 0.25).tolist() == [0, -2.5, -1]
 
 
-def test_the_running_figures_by_hand() -> None:
+def test_running_mean_and_std_by_hand() -> None:
     norm = RunningNorm()
     norm.update(torch.tensor([1.0, 3.0]))
     norm.update(torch.tensor([8.0]))
@@ -35,7 +35,7 @@ def test_the_running_figures_by_hand() -> None:
     assert scaled.tolist() == pytest.approx([0, 2], abs=1e-6)
 
 
-def test_normalising_changes_no_figure() -> None:
+def test_normalising_does_not_update_the_statistics() -> None:
     norm = RunningNorm()
     norm.update(torch.tensor([1.0, 2.0, 4.0]))
     before = norm.state()
@@ -43,7 +43,7 @@ def test_normalising_changes_no_figure() -> None:
     assert norm.state() == before
 
 
-def test_equal_rewards_and_the_first_one() -> None:
+def test_normalising_with_no_data_or_zero_variance() -> None:
     norm = RunningNorm()
     assert norm.normalise(torch.tensor([3.0])).tolist() == pytest.approx([3.0])
     norm.update(torch.tensor([0.5]))
@@ -56,28 +56,28 @@ BATCHES = st.lists(st.lists(st.integers(-80_000, 80_000).map(lambda n: n / 8), m
 
 
 @given(BATCHES)
-def test_batches_of_any_size_are_one_sequence(batches: list[list[float]]) -> None:
+def test_running_statistics_do_not_depend_on_batch_sizes(batches: list[list[float]]) -> None:
     norm = RunningNorm()
     for batch in batches:
         norm.update(torch.tensor(batch))
-    seen = [x for batch in batches for x in batch]
-    assert norm.count == len(seen)
-    if len(set(seen)) > 1:
-        assert norm.mean == pytest.approx(statistics.fmean(seen), rel=1e-9, abs=1e-6)
-        assert norm.std == pytest.approx(statistics.stdev(seen), rel=1e-9, abs=1e-6)
+    values = [x for batch in batches for x in batch]
+    assert norm.count == len(values)
+    if len(set(values)) > 1:
+        assert norm.mean == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-6)
+        assert norm.std == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-6)
 
 
-def test_a_large_offset_loses_nothing() -> None:
+def test_running_std_is_accurate_with_a_large_offset() -> None:
     norm = RunningNorm()
     for start in range(0, 1000, 10):
         norm.update(torch.tensor([1e6 + (i % 2) for i in range(start, start + 10)]))
     assert norm.std == pytest.approx(math.sqrt(0.25 * 1000 / 999), rel=1e-9)
 
 
-def test_the_state_survives_json() -> None:
-    norm, again = RunningNorm(), RunningNorm()
+def test_state_round_trips_through_json() -> None:
+    norm, restored = RunningNorm(), RunningNorm()
     norm.update(torch.tensor([0.1, 0.7, 0.3]))
-    again.load(json.loads(json.dumps(norm.state())))
+    restored.load(json.loads(json.dumps(norm.state())))
     norm.update(torch.tensor([0.9]))
-    again.update(torch.tensor([0.9]))
-    assert again.state() == norm.state()
+    restored.update(torch.tensor([0.9]))
+    assert restored.state() == norm.state()

@@ -1,4 +1,4 @@
-"""Float64 throughout, also where a model asks for float32."""
+"""Run everything in float64, also where a model requests float32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Doubles(TorchFunctionMode):
-    """Within it float32 means float64, to transformers' code and to ours: softmax, norms and recurrences, which are
-    float32 in a model of float64 too, have no roundings of their own, and what is left of a difference is one of the
-    mathematics."""
+    """Inside this mode float32 means float64, in transformers' code and in ours. Softmax, norms and recurrences, which
+    are float32 even in a float64 model, add no rounding error, so any remaining difference is mathematical."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Every decoder family of the installed transformers as a tiny random model on disk, and what became of each."""
+"""Every decoder family of the installed transformers as a tiny random model on disk, and the outcome for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from plaudit.core.proof.stand_in import HEAD, WIDTH, shrunk, stir
 from plaudit.models import load_any, save
 
-NO_TEXT = ("pp_formulanet", "vision-encoder-decoder")  # no language model of their own
+NO_TEXT = ("pp_formulanet", "vision-encoder-decoder")  # without a language model
 MAPPINGS: dict[str, tuple[Any, Any]] = {
     "causal": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "sequence": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
@@ -42,7 +42,7 @@ INDEXER = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }  # fmt: skip
-# What a config must be told, because its defaults make no model in plain transformers either.
+# Required config options: with its defaults the family cannot be built in plain transformers either.
 NEEDED: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": HEAD} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **{
@@ -104,13 +104,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 12},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2)},
 }
-# Sizes that must fit each other: heads of a recurrent layer make up its width, which is twice the model's.
+# Sizes that must match each other: the heads of a recurrent layer add up to its width, twice the model's.
 FITTED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 2 * WIDTH // 8},
     "perceiver": {"d_latents": WIDTH, "num_latents": 8, "num_self_attends_per_block": 1},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 16)},
 }
-# Features that a family has only if its config says so.
+# Features that a family has only if its config enables them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text, use_bidirectional_attention": ("gemma3_text", {"use_bidirectional_attention": True}),
     "granite, all multipliers": (
@@ -149,12 +149,12 @@ class Case:
 
 
 def cases() -> list[Case]:
-    found = []
+    result = []
     for kind, (_, names) in MAPPINGS.items():
-        found += [Case(kind, name, name, NEEDED.get(name, {})) for name in sorted(names)]
+        result += [Case(kind, name, name, NEEDED.get(name, {})) for name in sorted(names)]
         if kind != "multimodal":
-            found += [Case(kind, n, family, options) for n, (family, options) in VARIANTS.items() if family in names]
-    return found
+            result += [Case(kind, n, family, options) for n, (family, options) in VARIANTS.items() if family in names]
+    return result
 
 
 def tiny_config(case: Case) -> Any:
@@ -165,16 +165,16 @@ def tiny_config(case: Case) -> Any:
     return config
 
 
-def _config(made: Any, case: Case) -> Any:
-    few: dict[str, Any] = {"num_hidden_layers": LAYERS}
+def _config(config_class: Any, case: Case) -> Any:
+    layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
     if case.kind == "multimodal":
-        few = {"text_config": few, "vision_config": {"num_hidden_layers": 1, "depth": 1}}
-    for options in ({**few, **case.options}, {"text_config": few.get("text_config"), **case.options}):
+        layers = {"text_config": layers, "vision_config": {"num_hidden_layers": 1, "depth": 1}}
+    for options in ({**layers, **case.options}, {"text_config": layers.get("text_config"), **case.options}):
         try:
-            return made(**options)
-        except Exception:  # it counts its layers in other ways
+            return config_class(**options)
+        except Exception:  # this config names its number of layers differently
             continue
-    return made(**case.options)
+    return config_class(**case.options)
 
 
 @functools.cache
@@ -183,7 +183,8 @@ def _tokenizer() -> Any:
 
 
 def on_disk(case: Case, directory: Path) -> Path:
-    """Random weights so large that every factor shows. Where plain transformers cannot make the model, its config."""
+    """Saves the model with random weights large enough that every factor has an effect. Where plain transformers cannot
+    build the model, only its config is saved."""
     config = tiny_config(case)
     tokenizer = _tokenizer()
     torch.manual_seed(7)
@@ -198,7 +199,7 @@ def on_disk(case: Case, directory: Path) -> Path:
         save_file({"none": torch.zeros(1)}, directory / "model.safetensors", {"format": "pt"})
         return directory
     stir(module, 7)
-    if not hasattr(config.get_text_config(), "vocab_size"):  # such a model has nothing that could be told what pads
+    if not hasattr(config.get_text_config(), "vocab_size"):  # such a config has no place for a pad token
         module.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         return directory
@@ -206,7 +207,7 @@ def on_disk(case: Case, directory: Path) -> Path:
 
 
 def reason(case: Case, message: str, directory: Path) -> str:
-    """What a refusal says apart from names and numbers."""
+    """The reason of a refusal without names and numbers."""
     text = message.replace(str(directory), "").replace("/config.json", "")
     text = re.sub(r" \(relative difference [^)]*\)", "", text)
     return re.sub(r"^\w+ (\([\w-]+\) )?", "", text.strip(": "))
@@ -225,21 +226,21 @@ def table(outcomes: Mapping[Case, str]) -> str:
     heads = f"| | {counts[0]} as causal LM | {counts[1]} as sequence classifier | {counts[2]} with pictures, on text |"
     lines = [heads, "| --- | --- | --- | --- |"]
     for outcome in sorted(by_reason, key=lambda r: (r != PROVED, -sum(map(len, by_reason[r].values())), r)):
-        said = f"**{PROVED}**" if outcome == PROVED else f"refused: {outcome}"
+        label = f"**{PROVED}**" if outcome == PROVED else f"refused: {outcome}"
         cells = []
         for kind in MAPPINGS:
             names = sorted(by_reason[outcome].get(kind, []))
             cells.append(f"{len(names)}: {' '.join(names)}" if names else "")
-        lines.append(f"| {said} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def from_table(page: str) -> dict[tuple[str, str], str]:
-    """What the page says of each (kind, name)."""
-    said = {}
+    """The outcome on the page for each (kind, name)."""
+    outcomes = {}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]:
         _, outcome, *cells, _ = re.split(r"(?<!\\) ?\| ?", line)
         outcome = PROVED if outcome == f"**{PROVED}**" else outcome.removeprefix("refused: ")
         for kind, cell in zip(MAPPINGS, cells, strict=True):
-            said |= {(kind, name): outcome for name in re.findall(r"`([^`]+)`", cell)}
-    return said
+            outcomes |= {(kind, name): outcome for name in re.findall(r"`([^`]+)`", cell)}
+    return outcomes

@@ -1,5 +1,5 @@
-"""Import this before a Triton kernel runs in the interpreter: version 3.6 reads the bounds of a loop with int(array of
-one element), which numpy 2.4 refuses."""
+"""Import this before a Triton kernel runs in the interpreter: Triton 3.6 reads loop bounds with int(one-element array),
+which numpy 2.4 rejects."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, and plain transformers with experts that a test chooses."""
+"""Tiny mixtures of experts, and plain transformers with experts chosen by the test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=4, num_experts_per_tok=2,
     ),
 }  # fmt: skip
-OTHERS: dict[str, Any] = {  # whose engines are tried over several ranks alone
+OTHERS: dict[str, Any] = {  # tested on several ranks only
     "qwen2_moe": Qwen2MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40,
         mlp_only_layers=[1],
@@ -77,22 +77,22 @@ def mixture(family: str, seed: int = 7) -> nn.Module:
 
 def routers(module: Any, family: str) -> list[Any]:
     paths = [f"model.layers.{i}.{ROUTERS[family]}" for i in range(len(module.model.layers))]
-    there = dict(module.named_modules())
-    return [there[path] for path in paths if path in there]
+    modules = dict(module.named_modules())
+    return [modules[path] for path in paths if path in modules]
 
 
 def decoded(record: bytes, module: nn.Module, family: str) -> np.ndarray:
-    """(tokens, routers, k), of at most 256 experts."""
+    """(tokens, routers, k); at most 256 experts."""
     config: Any = module.config
     return np.frombuffer(record, np.uint8).reshape(-1, len(routers(module, family)), config.num_experts_per_tok)
 
 
 @torch.no_grad()
 def own_experts(module: Any, family: str, ids: Sequence[int]) -> np.ndarray:
-    """(tokens, routers, k): what plain transformers chooses, sorted."""
-    seen: list[Tensor] = []
+    """(tokens, routers, k): the experts that plain transformers chooses, sorted."""
+    chosen: list[Tensor] = []
     handles = [
-        each.register_forward_hook(lambda _, __, out: seen.append(out[2])) for each in routers(module, family)
+        router.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for router in routers(module, family)
     ]  # fmt: skip
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
@@ -102,11 +102,11 @@ def own_experts(module: Any, family: str, ids: Sequence[int]) -> np.ndarray:
         module.set_attn_implementation(before)
         for handle in handles:
             handle.remove()
-    return np.sort(torch.stack(seen, dim=1).numpy(), axis=-1)
+    return np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1)
 
 
 class Forced(nn.Module):
-    """In a router's place: the experts it is told, weighed by its own scores, as the family's paper says."""
+    """Replaces a router: uses the given experts, weighted by the router's own scores as in the family's paper."""
 
     def __init__(self, router: Any, family: str, chosen: Tensor) -> None:
         super().__init__()
@@ -126,20 +126,20 @@ class Forced(nn.Module):
         return logits, self.scale * self.weigh(logits, self.chosen), self.chosen
 
 
-def grouped(scores: Tensor, groups: int = 4, taken: int = 2) -> Tensor:
-    """Only the experts of the groups whose two best experts are best together."""
-    kept = torch.full_like(scores, -torch.inf)
-    each = scores.shape[-1] // groups
+def grouped(scores: Tensor, groups: int = 4, keep: int = 2) -> Tensor:
+    """Keeps the scores of the groups with the largest sum of their two best experts; the others become -inf."""
+    masked = torch.full_like(scores, -torch.inf)
+    size = scores.shape[-1] // groups
     for row in range(len(scores)):
-        sums = [sum(sorted(scores[row, g * each : (g + 1) * each].tolist())[-2:]) for g in range(groups)]
-        for g in sorted(range(groups), key=sums.__getitem__)[-taken:]:
-            kept[row, g * each : (g + 1) * each] = scores[row, g * each : (g + 1) * each]
-    return kept
+        sums = [sum(sorted(scores[row, g * size : (g + 1) * size].tolist())[-2:]) for g in range(groups)]
+        for g in sorted(range(groups), key=sums.__getitem__)[-keep:]:
+            masked[row, g * size : (g + 1) * size] = scores[row, g * size : (g + 1) * size]
+    return masked
 
 
 def _softmax_then_top(logits: Tensor, chosen: Tensor) -> Tensor:
-    taken = logits.softmax(-1).gather(-1, chosen)
-    return taken / taken.sum(-1, keepdim=True)
+    weights = logits.softmax(-1).gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def _top_then_softmax(logits: Tensor, chosen: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ def _top_then_softmax(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _sigmoid(logits: Tensor, chosen: Tensor) -> Tensor:
-    taken = logits.sigmoid().gather(-1, chosen)
-    return taken / taken.sum(-1, keepdim=True)
+    weights = logits.sigmoid().gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -157,23 +157,23 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def forced_logprobs(module: Any, family: str, ids: Sequence[int], chosen: np.ndarray) -> tuple[Tensor, Tensor]:
-    """By plain transformers with these experts: (len(ids) - 1,) log-probs of each token after the first, with
-    gradients; and (len(ids) - 1, routers) where a router would have chosen others."""
-    before, own = module.config._attn_implementation, routers(module, family)
+    """Log-probs of plain transformers with these experts: (len(ids) - 1,) of each token after the first, with
+    gradients; and (len(ids) - 1, routers) where the router would have chosen other experts."""
+    before, original = module.config._attn_implementation, routers(module, family)
     module.set_attn_implementation("eager")
-    there = dict(module.named_modules())
+    modules = dict(module.named_modules())
     layers = [layer for layer in module.model.layers if hasattr(layer.mlp, "experts")]
     name = ROUTERS[family].partition(".")[2]
     try:
         for number, layer in enumerate(layers):
-            told = torch.from_numpy(chosen[:, number].astype(np.int64))
-            setattr(layer.mlp, name, Forced(own[number], family, told))
+            experts = torch.from_numpy(chosen[:, number].astype(np.int64))
+            setattr(layer.mlp, name, Forced(original[number], family, experts))
         logits = module(input_ids=torch.tensor([list(ids[:-1])]), use_cache=False).logits[0]
-        apart = torch.stack([getattr(layer.mlp, name).apart for layer in layers], dim=1)
+        differs = torch.stack([getattr(layer.mlp, name).apart for layer in layers], dim=1)
     finally:
-        for layer, router in zip(layers, own, strict=True):
+        for layer, router in zip(layers, original, strict=True):
             setattr(layer.mlp, name, router)
         module.set_attn_implementation(before)
-    assert dict(module.named_modules()).keys() == there.keys()
+    assert dict(module.named_modules()).keys() == modules.keys()
     table = torch.log_softmax(logits.float(), dim=-1)
-    return table.gather(-1, torch.tensor(list(ids[1:]))[:, None])[:, 0], apart
+    return table.gather(-1, torch.tensor(list(ids[1:]))[:, None])[:, 0], differs

@@ -1,5 +1,5 @@
-"""What a test asks of an engine, on one process or as one of several ranks: `python -m tests.core.rank_engine RANK SIZE
-FILE OUT DEVICE CASES STAGES...`."""
+"""Runs the requests of a test on an engine, in one process or as one of several ranks:
+`python -m tests.core.rank_engine RANK SIZE FILE OUT DEVICE CASES STAGES...`."""
 
 from __future__ import annotations
 
@@ -50,73 +50,77 @@ def module(case: str) -> Any:
 
 
 def scored(vocabulary: int) -> list[list[int]]:
-    ids = [[token % vocabulary for token in each] for each in sequences(1, 5, 4, 40)]
+    ids = [[token % vocabulary for token in sequence] for sequence in sequences(1, 5, 4, 40)]
     return [*ids, ids[0][:20] + ids[1], ids[0] + ids[2]]
 
 
 def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
-    """Scores with and without the cache, of sequences that share beginnings; and of a causal LM samples as well."""
+    """Scores with and without the cache of sequences that share prefixes; for a causal LM also samples."""
     kind = {**CASES, **MIXED}[case][1]
     ids = scored(engine.decoder.vocab_size)
-    places = [[0, len(s) // 2, len(s) - 1] for s in ids]
+    positions = [[0, len(s) // 2, len(s) - 1] for s in ids]
     columns = [3, 5] if kind == "causal" else None
-    found = {
-        "plain": np.concatenate(engine.score(ids, positions=places, columns=columns)),
-        "cached": np.concatenate(engine.score(ids, positions=places, columns=columns, cache=True)),
+    results = {
+        "plain": np.concatenate(engine.score(ids, positions=positions, columns=columns)),
+        "cached": np.concatenate(engine.score(ids, positions=positions, columns=columns, cache=True)),
         "again": np.concatenate(engine.score([[*s, 7, 8] for s in ids], columns=columns, cache=True)),
     }
     if kind == "causal":
-        found["logprobs"] = np.concatenate(engine.logprobs(ids))
+        results["logprobs"] = np.concatenate(engine.logprobs(ids))
         params = SamplingParams(n=2, temperature=1.0, max_tokens=24, seed=3)
         samples = engine.generate(ids[:3], params) + engine.generate(ids[3:], SamplingParams(temperature=0.0))
-        drawn = [s.token_ids for s in samples] + branched(engine, ids[:3])
-        found["tokens"] = np.concatenate([np.array(tokens) for tokens in drawn])
-        found["drawn"] = np.concatenate([np.array(s.logprobs, dtype=np.float32) for s in samples])
+        token_ids = [s.token_ids for s in samples] + branched(engine, ids[:3])
+        results["tokens"] = np.concatenate([np.array(tokens) for tokens in token_ids])
+        results["drawn"] = np.concatenate([np.array(s.logprobs, dtype=np.float32) for s in samples])
     engine.check()
-    return found
+    return results
 
 
 def branched(engine: Engine, ids: list[list[int]]) -> list[tuple[int, ...]]:
-    """Two levels of a search: the second copies the blocks in which the first one ends."""
+    """Two levels of a search: the second copies the blocks in which the paths of the first end."""
     params, branches = SamplingParams(n=2, max_tokens=5), engine.branches()
-    first = [each for own in branches.sample(ids, [None] * 3, [params] * 3, [1, 2, 3]) for each in own]
-    paths = [[*ids[i // 2], *each.tokens] for i, each in enumerate(first)]
-    below = branches.sample(paths, [each.place for each in first], [params] * 6, range(6))
-    return [each.tokens for each in (*first, *(each for own in below for each in own))]
+    first = [
+        continuation for group in branches.sample(ids, [None] * 3, [params] * 3, [1, 2, 3]) for continuation in group
+    ]
+    paths = [[*ids[i // 2], *continuation.tokens] for i, continuation in enumerate(first)]
+    second = branches.sample(paths, [continuation.place for continuation in first], [params] * 6, range(6))
+    return [
+        continuation.tokens for continuation in (*first, *(continuation for group in second for continuation in group))
+    ]
 
 
-def part_of(whole: Any, place: RankPosition, device: str, channel: RankGroups) -> Any:
-    """A rank's part of a module in memory, got as from its files."""
-    state = whole.state_dict()
-    outline = deepcopy(whole).to("meta")
+def part_of(full: Any, position: RankPosition, device: str, channel: RankGroups) -> Any:
+    """A rank's part of a module in memory, loaded the way it is from files."""
+    state = full.state_dict()
+    outline = deepcopy(full).to("meta")
     module = deepcopy(outline)
-    cuts = keep_part(module, place)
+    cuts = keep_part(module, position)
 
     def read(name: str, cut: Cut | None) -> torch.Tensor:
         tensor: torch.Tensor = state[name] if cut is None else cut.of(state[name])
         return tensor.clone(memory_format=torch.contiguous_format)
 
     fill(module, read, cuts, device)
-    check_split(outline, place, read, channel.tensors, device)
+    check_split(outline, position, read, channel.tensors, device)
     join(module, channel.tensors)
     if channel.stages is not None:
-        connect(trunk(module), place, channel.stages)
+        connect(trunk(module), position, channel.stages)
     return module
 
 
 def main(rank: int, size: int, file: str, out: str, device: str, cases: str, worlds: list[int]) -> None:
-    """Each world has so many stages; its answers go to a folder of that name."""
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
-    everyone, between = (dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2))
+    """Each entry of `worlds` is a number of stages; its results go to a folder of that name."""
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=timeout)
+    all_ranks, between_stages = (dist.new_group(list(range(size)), backend="gloo", timeout=timeout) for _ in range(2))
     for stages in worlds:
-        place = RankPosition(rank, size // stages, stages)
-        groups = [dist.new_group(place.peers(stage), backend="gloo", timeout=limit) for stage in range(stages)]
+        position = RankPosition(rank, size // stages, stages)
+        groups = [dist.new_group(position.peers(stage), backend="gloo", timeout=timeout) for stage in range(stages)]
         channel = RankGroups(
-            rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last
+            rank, size, all_ranks, groups[position.stage], None, between_stages if stages > 1 else None, position.last
         )
         for case in cases.split():
-            part = part_of(module(case), place, device, channel)
+            part = part_of(module(case), position, device, channel)
             if rank:
                 follow(backend_of(inspect(part)), channel)
                 continue

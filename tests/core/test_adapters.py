@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
 def lora(*targets: str, **options: Any) -> LoraConfig:
-    """With random weights: an adapter that peft has just made changes nothing."""
+    """With random weights, because a freshly created peft adapter has no effect."""
     torch.manual_seed(len(targets))
     return LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False, **options)
 
@@ -30,7 +30,7 @@ def adapted(kind: str = "causal") -> Any:
 
 
 def same(engine: Engine, model: Any) -> bool:
-    """Whether log-probs, cached scores and greedy tokens are those of the model's own forward as it is now."""
+    """Whether log-probs, cached scores and greedy tokens match the model's own current forward."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     expected = [tiny.plain_logprobs(plain, ids) for ids in IDS]
     results = [engine.logprobs(IDS), engine.logprobs(IDS, cache=True)]
@@ -42,7 +42,7 @@ def same(engine: Engine, model: Any) -> bool:
     return near and tokens == [tiny.plain_greedy(plain, ids, 10) for ids in IDS]
 
 
-def test_adapters_on_off_and_switched_are_each_computed_anew_and_found_again() -> None:
+def test_each_adapter_state_has_its_own_prefix_cache_entries() -> None:
     model = adapted()
     engine = Engine(model)
     plain = Engine(tiny.model("llama"))
@@ -53,30 +53,30 @@ def test_adapters_on_off_and_switched_are_each_computed_anew_and_found_again() -
         engine.logprobs(IDS, cache=True)
         return engine.stats().tokens_computed - before
 
-    def visit() -> list[np.ndarray]:
-        assert computed() == sum(map(len, IDS))  # nothing was found in the tree
+    def run() -> list[np.ndarray]:
+        assert computed() == sum(map(len, IDS))  # no prefix cache hits
         states.add(engine.decoder.adapter_state())
         assert same(engine, model)
         return engine.score(IDS, columns=[4, 5], cache=True)
 
-    first = visit()
+    first = run()
     with model.disable_adapter():
-        off = visit()
-        for a, b in zip(off, plain.score(IDS, columns=[4, 5]), strict=True):
+        disabled = run()
+        for a, b in zip(disabled, plain.score(IDS, columns=[4, 5]), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4)
     model.set_adapter("other")
-    second = visit()
+    second = run()
     assert len(states) == 3
-    for a, b in ((first, off), (first, second), (off, second)):
+    for a, b in ((first, disabled), (first, second), (disabled, second)):
         assert all(np.abs(x - y).max() > 1e-2 for x, y in zip(a, b, strict=True))
     model.set_adapter("default")
     shared = engine.stats().tokens_shared
     assert same(engine, model)
-    assert engine.stats().tokens_shared > shared  # what was kept under the first adapter is found again
+    assert engine.stats().tokens_shared > shared  # prefix cache hits on the entries of the first adapter
     engine.check()
 
 
-def test_adapters_that_come_after_the_engine_and_go_again() -> None:
+def test_adapters_added_and_removed_after_the_engine_was_built() -> None:
     module: Any = tiny.model("llama")
     engine = Engine(module)
     assert engine.decoder.lean is not None
@@ -93,18 +93,18 @@ def test_adapters_that_come_after_the_engine_and_go_again() -> None:
     assert same(engine, model)
     model.unmerge_adapter()
     merged = model.merge_and_unload()
-    engine.new_version()  # the weights of the module itself have changed now
+    engine.new_version()  # the module's own weights have changed
     assert engine.decoder.adapter_state() == ()
     assert same(engine, merged)
 
 
-def test_a_switch_in_flight_reads_the_sequence_again() -> None:
+def test_adapter_switch_during_generation_recomputes_the_sequence() -> None:
     model = adapted()
     engine = Engine(model, look_every=2)
     engine.submit(IDS[0], GREEDY)
     for _ in range(3):
         engine.step()
-    drawn = engine.stats().tokens_resident
+    resident = engine.stats().tokens_resident
     model.set_adapter("other")
     updates = []
     while engine.busy:
@@ -112,8 +112,8 @@ def test_a_switch_in_flight_reads_the_sequence_again() -> None:
     sample = updates[-1].sample
     assert sample is not None
     assert engine.stats().preemptions == 1
-    assert engine.stats().tokens_computed > len(IDS[0]) + drawn
-    kept = drawn - len(IDS[0]) + 1  # tokens drawn under the first adapter
+    assert engine.stats().tokens_computed > len(IDS[0]) + resident
+    kept = resident - len(IDS[0]) + 1  # tokens sampled with the first adapter
     prompt = [*IDS[0], *sample.token_ids[:kept]]
     assert list(sample.token_ids[kept:]) == tiny.plain_greedy(model.get_base_model(), prompt, 10 - kept)
     for name in ("default", "other"):
@@ -122,7 +122,7 @@ def test_a_switch_in_flight_reads_the_sequence_again() -> None:
     engine.check()
 
 
-def test_a_reward_model_with_an_adapter() -> None:
+def test_reward_model_with_an_adapter_matches_its_own_forward() -> None:
     model = get_peft_model(tiny.model("llama", "sequence"), lora("q_proj", "v_proj", task_type="SEQ_CLS")).eval()
     engine = Engine(model)
     for cache in (False, True):
@@ -134,12 +134,12 @@ def test_a_reward_model_with_an_adapter() -> None:
                 np.testing.assert_allclose(score, expected, atol=2e-4)
 
 
-def test_an_adapter_of_the_vocabulary_head_counts() -> None:
+def test_adapter_on_the_vocabulary_head_is_applied() -> None:
     model = get_peft_model(tiny.model("llama"), lora("q_proj", "lm_head")).eval()
     assert same(Engine(model), model)
 
 
-def test_learned_prompts_are_refused() -> None:
+def test_prompt_tuning_is_rejected() -> None:
     model = get_peft_model(tiny.model("llama"), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     with pytest.raises(ModelError, match="learned tokens"):
         Engine(model)

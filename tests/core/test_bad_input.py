@@ -1,4 +1,4 @@
-"""Every impossible input is rejected with the value and the limit before anything is computed."""
+"""Every invalid input is rejected with its value and the limit before anything is computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REWARD = Engine(tiny.model("llama", "sequence"))
         ({"stop": ("x", "")}, "stop has an empty string"),
     ],
 )
-def test_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_params_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**options)
 
@@ -89,7 +89,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_requests(act: Callable[[], object], message: str) -> None:
+def test_invalid_requests_are_rejected_without_side_effects(act: Callable[[], object], message: str) -> None:
     before = ENGINE.stats()
     with pytest.raises(RequestError, match=message):
         act()
@@ -97,7 +97,7 @@ def test_requests(act: Callable[[], object], message: str) -> None:
     assert not ENGINE.busy
 
 
-def test_one_bad_prompt_keeps_the_others_out() -> None:
+def test_one_invalid_prompt_rejects_the_whole_call() -> None:
     with pytest.raises(RequestError, match="token id 200"):
         ENGINE.generate([[3], [200]], SamplingParams(max_tokens=5))
     assert not ENGINE.busy
@@ -118,18 +118,18 @@ def test_one_bad_prompt_keeps_the_others_out() -> None:
         ),
     ],
 )
-def test_recurrent_models_are_refused_by_name(config: Any, message: str) -> None:
+def test_unsupported_recurrent_models_are_rejected_by_name(config: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         inspect(AutoModelForCausalLM.from_config(config))
 
 
-def test_encoders_are_refused_by_name() -> None:
+def test_encoders_are_rejected_by_name() -> None:
     config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     with pytest.raises(ModelError, match=r"\(bert\) attends in both directions"):
         inspect(BertForSequenceClassification(config))
 
 
-def test_a_model_that_mixes_tokens_elsewhere_fails_the_trial() -> None:
+def test_model_that_mixes_tokens_outside_attention_is_rejected() -> None:
     module = tiny.model("llama")
     norm = module.model.norm
     plain = norm.forward  # type: ignore[union-attr]
@@ -138,22 +138,22 @@ def test_a_model_that_mixes_tokens_elsewhere_fails_the_trial() -> None:
         inspect(module)
 
 
-def test_a_head_that_does_more_fails_the_trial() -> None:
+def test_head_with_an_unknown_transformation_of_logits_is_rejected() -> None:
     module = tiny.model("llama")
     forward = module.forward
 
-    def louder(**options: Any) -> Any:
+    def forward_with_relu(**options: Any) -> Any:
         out = forward(**options)
         out.logits = torch.relu(out.logits)
         return out
 
-    module.forward = louder
+    module.forward = forward_with_relu
     with pytest.raises(ModelError, match="changes its logits in a way"):
         inspect(module)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_weights_that_are_no_numbers_are_named(name: str) -> None:
+def test_non_finite_weights_are_rejected_by_name(name: str) -> None:
     module = new_llama(
         "policy", vocab_size=24, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64, max_positions=64,
         seed=3, tie_embeddings=False,

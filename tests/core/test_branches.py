@@ -30,23 +30,26 @@ def ids(engine: Engine) -> list[list[int]]:
 def generated(
     engine: Engine, paths: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]
 ) -> list[list[tuple[tuple[int, ...], str, float]]]:  # fmt: skip
-    """What `generate` draws, with everything read anew."""
+    """The samples of `generate`, with every prompt recomputed."""
     engine.new_version()
-    found: list[list[tuple[tuple[int, ...], str, float]]] = [[] for _ in paths]
+    results: list[list[tuple[tuple[int, ...], str, float]]] = [[] for _ in paths]
     for s in engine.generate(list(paths), list(params), seeds=seeds, text=False):
-        found[s.group].append((s.token_ids, s.finish_reason, sum(s.raw_logprobs) / len(s.token_ids)))
-    return found
+        results[s.group].append((s.token_ids, s.finish_reason, sum(s.raw_logprobs) / len(s.token_ids)))
+    return results
 
 
-def told(grown: list[list[Continuation]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
-    assert all(each.error is None for own in grown for each in own)
-    return [[(each.tokens, each.finish, each.logprob) for each in own] for own in grown]
+def results_of(branched: list[list[Continuation]]) -> list[list[tuple[tuple[int, ...], str, float]]]:
+    assert all(continuation.error is None for group in branched for continuation in group)
+    return [
+        [(continuation.tokens, continuation.finish, continuation.logprob) for continuation in group]
+        for group in branched
+    ]
 
 
-def searched(
+def check_random_search(
     engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3, stops: tuple[str, ...] = ()
 ) -> None:
-    """A random search: at every level the draws are compared to the bit, and some paths are given up."""
+    """A random search: the samples of every level are compared bit for bit, and some paths are dropped."""
     rng, branches = random.Random(3), engine.branches()
     open_paths: list[tuple[list[int], Place | None]] = [(path, None) for path in ids(engine)]
     for level in range(levels):
@@ -57,52 +60,57 @@ def searched(
             for _ in paths
         ]
         seeds = [rng.randrange(2**60) for _ in paths]
-        grown = branches.sample(paths, places, params, seeds)
+        branched = branches.sample(paths, places, params, seeds)
         engine.check()
-        assert told(grown) == generated(reference, paths, params, seeds), level
-        below = [([*path, *each.tokens], each.place) for path, own in zip(paths, grown, strict=True) for each in own]
-        rng.shuffle(below)
-        open_paths, gone = below[: keep * len(PROMPTS)], below[keep * len(PROMPTS) :]
-        branches.free_paths([place for place in (*places, *(place for _, place in gone)) if place is not None])
+        assert results_of(branched) == generated(reference, paths, params, seeds), level
+        children = [
+            ([*path, *continuation.tokens], continuation.place)
+            for path, group in zip(paths, branched, strict=True)
+            for continuation in group
+        ]
+        rng.shuffle(children)
+        open_paths, dropped = children[: keep * len(PROMPTS)], children[keep * len(PROMPTS) :]
+        branches.free_paths([place for place in (*places, *(place for _, place in dropped)) if place is not None])
         engine.check()
     branches.free_paths([place for _, place in open_paths if place is not None])
-    assert engine.stats().evictions or engine.stats().tokens_resident == 0  # what went is computed for nobody's place
+    # Without evictions, freed paths leave nothing resident.
+    assert engine.stats().evictions or engine.stats().tokens_resident == 0
 
 
-def test_draws_are_those_of_generate_to_the_bit(reference: Engine) -> None:
+def test_branch_samples_are_bit_identical_to_generate(reference: Engine) -> None:
     engine = Engine.load("sums-policy", device="cpu")
-    searched(engine, reference)
+    check_random_search(engine, reference)
     assert engine.stats().tokens_shared > 0
 
 
 @pytest.mark.parametrize("stops", [("=1",), ("+", "9;"), (";",)])
-def test_stop_strings_end_samples_where_generate_ends_them(reference: Engine, stops: tuple[str, ...]) -> None:
+def test_stop_strings_end_branches_where_generate_ends_samples(reference: Engine, stops: tuple[str, ...]) -> None:
     engine = Engine.load("sums-policy", device="cpu")
-    searched(engine, reference, stops=stops)
+    check_random_search(engine, reference, stops=stops)
     assert engine.stats().tokens_shared > 0
 
 
-def test_stop_strings_that_need_a_test_of_every_token_are_refused(reference: Engine) -> None:
+def test_stop_strings_that_must_be_checked_per_token_are_rejected(reference: Engine) -> None:
     params = SamplingParams(max_tokens=5, stop=("=1",), min_tokens=2)
     with pytest.raises(RequestError, match="no list of token ids"):
         reference.branches().sample(ids(reference)[:1], [None], [params], [1])
 
 
 @pytest.mark.parametrize("limits", [{"max_running": 4}, {"budget": 12, "max_running": 5}, {"look_every": 2}])
-def test_so_it_is_with_few_rows_and_short_steps(reference: Engine, limits: dict[str, int]) -> None:
-    searched(Engine.load("sums-policy", device="cpu", **limits), reference)  # type: ignore[arg-type]
+def test_branch_samples_do_not_depend_on_batch_limits(reference: Engine, limits: dict[str, int]) -> None:
+    check_random_search(Engine.load("sums-policy", device="cpu", **limits), reference)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("blocks", [4, 5, 6, 9])
-def test_where_room_is_short_paths_wait_or_are_computed_again(reference: Engine, blocks: int) -> None:
-    """A pool with hardly more than one path: nodes go for others, and rows give their blocks back."""
+def test_branch_samples_do_not_depend_on_kv_cache_size(reference: Engine, blocks: int) -> None:
+    """The pool holds little more than one path: nodes are evicted for others, and rows give their blocks back."""
     size = reference.backend.block_size * reference.decoder.token_bytes()
     engine = Engine.load("sums-policy", device="cpu", kv_bytes=blocks * size)
-    searched(engine, reference)
+    check_random_search(engine, reference)
     assert engine.stats().evictions > 0
 
 
-def test_a_path_that_does_not_fit_is_refused_and_nothing_stays(reference: Engine) -> None:
+def test_path_larger_than_the_kv_pool_is_rejected_and_leaves_nothing_resident(reference: Engine) -> None:
     size = reference.backend.block_size * reference.decoder.token_bytes()
     engine = Engine.load("sums-policy", device="cpu", kv_bytes=2 * size)
     params = SamplingParams(max_tokens=30, stop_token_ids=(stop(engine),))
@@ -112,7 +120,7 @@ def test_a_path_that_does_not_fit_is_refused_and_nothing_stays(reference: Engine
     assert engine.stats().tokens_resident == 0
 
 
-def test_a_place_of_other_weights_is_none(reference: Engine) -> None:
+def test_place_of_an_older_weight_version_is_recomputed(reference: Engine) -> None:
     engine = Engine.load("sums-policy", device="cpu")
     branches, params = engine.branches(), [SamplingParams(max_tokens=6, stop_token_ids=(stop(engine),))]
     (path,) = ids(engine)[:1]
@@ -122,23 +130,23 @@ def test_a_place_of_other_weights_is_none(reference: Engine) -> None:
     computed = engine.stats().tokens_computed
     ((second,),) = branches.sample([longer], [first.place], params, [2])
     assert engine.stats().tokens_computed - computed == len(longer) - 1 + len(second.tokens)
-    assert told([[second]]) == generated(reference, [longer], params, [2])
+    assert results_of([[second]]) == generated(reference, [longer], params, [2])
     assert first.place is not None
     assert branches.free_paths([first.place]) == 0
     engine.check()
 
 
-def test_a_path_and_what_it_begins_go_on_together(reference: Engine) -> None:
+def test_path_and_its_extensions_are_sampled_in_one_batch(reference: Engine) -> None:
     engine = Engine.load("sums-policy", device="cpu")
     branches, params = engine.branches(), SamplingParams(n=3, max_tokens=7, stop_token_ids=(stop(engine),))
     (path,) = ids(engine)[:1]
     (first,) = branches.sample([path], [None], [params], [1])
-    paths = [path, *([*path, *each.tokens] for each in first), path]
-    places = [None, *(each.place for each in first), None]
+    paths = [path, *([*path, *continuation.tokens] for continuation in first), path]
+    places = [None, *(continuation.place for continuation in first), None]
     seeds = list(range(len(paths)))
-    both = branches.sample(paths, places, [params] * len(paths), seeds)
+    branched = branches.sample(paths, places, [params] * len(paths), seeds)
     engine.check()
-    assert told(both) == generated(reference, paths, [params] * len(paths), seeds)
+    assert results_of(branched) == generated(reference, paths, [params] * len(paths), seeds)
 
 
 def scores(
@@ -149,7 +157,7 @@ def scores(
 
 
 @pytest.mark.parametrize("limits", [{}, {"budget": 8, "max_running": 4}])
-def test_reading_is_scoring_and_computes_what_is_new(limits: dict[str, int]) -> None:
+def test_read_equals_score_and_computes_only_new_tokens(limits: dict[str, int]) -> None:
     engine = Engine.load("sums-steps", device="cpu", **limits)  # type: ignore[arg-type]
     branches, step = engine.branches(), "7+8=15;"
     texts = [f"{prompt}{step}" for prompt in PROMPTS]
@@ -162,14 +170,14 @@ def test_reading_is_scoring_and_computes_what_is_new(limits: dict[str, int]) -> 
     computed = engine.stats().tokens_computed - computed
     assert values == pytest.approx(np.stack(engine.score(longer, hidden=True)), abs=1e-5)
     new = len(branches._intake.tokens(longer[0])) - len(branches._intake.tokens(texts[0]))
-    # What is there twice is computed once but for its last token.
+    # Tokens that occur twice are computed once, except for the last token.
     assert computed <= 3 * (new + 1) + (0 if not limits else 3 * new)
     branches.free_paths([place for place in (*places, *ends) if place is not None])
     engine.check()
     assert engine.stats().tokens_resident == 0
 
 
-def test_what_cannot_be_is_refused_before_anything_is_computed(reference: Engine) -> None:
+def test_invalid_branch_requests_are_rejected(reference: Engine) -> None:
     branches = reference.branches()
     with pytest.raises(RequestError, match="outside the vocabulary"):
         branches.sample([[1, 10**6]], [None], [SamplingParams()], [1])

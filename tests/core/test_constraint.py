@@ -38,18 +38,18 @@ TOKENIZER = byte_tokenizer()
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     torch.manual_seed(3)
-    # Float64, so that rounding (which differs between batches of different shapes) cannot tip a draw.
+    # Float64, so that rounding, which differs between batch shapes, cannot change a sampled token.
     module = causal(vocab_size=len(TOKENIZER), max_position_embeddings=256, hidden_size=32).double()
     return Engine(module, TOKENIZER, look_every=8)
 
 
-def known(samples: list[Sample]) -> list[tuple[object, ...]]:
+def results_of(samples: list[Sample]) -> list[tuple[object, ...]]:
     return [(s.token_ids, s.text, s.finish_reason) for s in samples]
 
 
-def test_every_sample_matches_wherever_it_is_drawn(engine: Engine) -> None:
-    together = engine.generate(PROMPTS, OPTIONS)
-    for sample in together:
+def test_constrained_samples_match_alone_batched_preempted_and_resumed(engine: Engine) -> None:
+    batched = engine.generate(PROMPTS, OPTIONS)
+    for sample in batched:
         option = OPTIONS[sample.group]
         if option.json_schema is not None:
             assert sample.finish_reason == "stop", sample
@@ -58,27 +58,29 @@ def test_every_sample_matches_wherever_it_is_drawn(engine: Engine) -> None:
             assert re.fullmatch(REGEX, sample.text), sample
         if option.constrained and option.temperature:
             assert sample.tempered_logprobs is not None
-            assert all(whole <= drawn + 1e-6 for whole, drawn in zip(sample.behaviour, sample.logprobs, strict=True))
-    assert len({s.text for s in together[:2]}) == 2
+            assert all(
+                full <= constrained + 1e-6 for full, constrained in zip(sample.behaviour, sample.logprobs, strict=True)
+            )
+    assert len({s.text for s in batched[:2]}) == 2
     alone = [s for prompt, option in zip(PROMPTS, OPTIONS, strict=True) for s in engine.generate([prompt], option)]
-    assert known(alone) == known(together)
+    assert results_of(alone) == results_of(batched)
 
-    ended: dict[tuple[int, int], Sample] = {}
+    finished: dict[tuple[int, int], Sample] = {}
     engine.submit_all(PROMPTS, OPTIONS)
-    while engine.busy:  # every eighth token is followed by a preemption
-        ended |= {(u.request, u.index): u.sample for u in engine.step() if u.sample is not None}
+    while engine.busy:  # a preemption after every eighth token
+        finished |= {(u.request, u.index): u.sample for u in engine.step() if u.sample is not None}
         engine.sleep()
         engine.wake()
-    assert known([ended[key] for key in sorted(ended)]) == known(together)
+    assert results_of([finished[key] for key in sorted(finished)]) == results_of(batched)
 
-    begun = engine.generate(PROMPTS[:1], replace(OPTIONS[0], max_tokens=7))
-    assert {s.finish_reason for s in begun} == {"length"}
-    assert known(engine.generate(PROMPTS[:1], OPTIONS[0], [begun])) == known(together[:2])
-    pieces = list(engine.stream(PROMPTS[1], OPTIONS[1]))
-    assert "".join(piece.text for piece in pieces) == together[2].text
+    partial = engine.generate(PROMPTS[:1], replace(OPTIONS[0], max_tokens=7))
+    assert {s.finish_reason for s in partial} == {"length"}
+    assert results_of(engine.generate(PROMPTS[:1], OPTIONS[0], [partial])) == results_of(batched[:2])
+    chunks = list(engine.stream(PROMPTS[1], OPTIONS[1]))
+    assert "".join(chunk.text for chunk in chunks) == batched[2].text
 
 
-def test_what_cannot_be_matched_is_refused_or_ends_alone(engine: Engine) -> None:
+def test_invalid_constraints_are_rejected(engine: Engine) -> None:
     for options, words in (
         ({"regex": "(["}, "regex cannot be used as a constraint"),
         ({"json_schema": {"type": "nonsense"}}, "json_schema cannot be used as a constraint"),

@@ -1,4 +1,4 @@
-"""The CUDA back end against the CPU's and against plain transformers. Needs a GPU; skipped with a notice elsewhere."""
+"""The CUDA back end against the CPU back end and plain transformers. Needs a GPU; skipped with a notice elsewhere."""
 
 import dataclasses
 import warnings
@@ -94,74 +94,77 @@ def tokens(samples: list) -> list[tuple[int, ...]]:
 
 @EAGER
 @pytest.mark.parametrize("name", ALL)
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None:
+def test_greedy_tokens_and_logprobs_match_transformers(name: str) -> None:
     model = causal(name)
-    runs = engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    samples = engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     model.set_attn_implementation("eager")
-    for prompt, sample in zip(PROMPTS, runs, strict=True):
-        whole = torch.tensor([prompt + list(sample.token_ids)], device="cuda")
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        sequence = torch.tensor([prompt + list(sample.token_ids)], device="cuda")
         with torch.no_grad():
-            logits = model(whole).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        best, found = logits.max(-1).values, logits.gather(1, whole[0, len(prompt) :, None])[:, 0]
-        assert (best - found).max() < 1e-4  # greedy, ties in the last digit aside
-        torch.testing.assert_close(torch.tensor(sample.raw_logprobs), found.cpu(), rtol=1e-4, atol=1e-4)
+            logits = model(sequence).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        best, chosen = logits.max(-1).values, logits.gather(1, sequence[0, len(prompt) :, None])[:, 0]
+        assert (best - chosen).max() < 1e-4  # greedy, except for ties in the last digit
+        torch.testing.assert_close(torch.tensor(sample.raw_logprobs), chosen.cpu(), rtol=1e-4, atol=1e-4)
 
 
 @EAGER
 @pytest.mark.parametrize("name", ALL)
-def test_samples_and_scores_equal_the_cpus(name: str) -> None:
+def test_samples_and_scores_match_the_cpu_backend(name: str) -> None:
     params = SamplingParams(n=3, temperature=0.8, max_tokens=30, seed=5)
     model = causal(name)
     on_cpu = Engine(model, kv_bytes=64 * 2**20)
     expected, logprobs = on_cpu.generate(PROMPTS, params), on_cpu.logprobs(PROMPTS)
     on_gpu = engine(model)
-    found = on_gpu.generate(PROMPTS, params)
-    same = sum(a == b for a, b in zip(tokens(found), tokens(expected), strict=True))
-    assert same >= len(expected) - 1  # one may fall on the other side of a tie
+    samples = on_gpu.generate(PROMPTS, params)
+    equal = sum(a == b for a, b in zip(tokens(samples), tokens(expected), strict=True))
+    assert equal >= len(expected) - 1  # one sample may differ because of a tie
     for a, b in zip(on_gpu.logprobs(PROMPTS), logprobs, strict=True):
         assert abs(a - b).max() < 1e-4
 
 
-def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
+def test_samples_are_equal_alone_batched_cached_preempted_and_after_sleep() -> None:
     model = causal("llama")
     params = SamplingParams(temperature=1.0, max_tokens=60, seed=3, ignore_eos=True)
-    whole = engine(model)
-    expected = whole.generate(PROMPTS, params)
-    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
-    assert whole.stats().tokens_shared > 0
-    alone = [whole.generate([p], dataclasses.replace(params))[0] for p in PROMPTS]
+    large = engine(model)
+    expected = large.generate(PROMPTS, params)
+    assert tokens(large.generate(PROMPTS, params)) == tokens(expected)
+    assert large.stats().tokens_shared > 0
+    alone = [large.generate([p], dataclasses.replace(params))[0] for p in PROMPTS]
     for a, b in zip(alone, expected, strict=True):
         assert a.token_ids == b.token_ids
-    whole.sleep()
-    whole.wake()
-    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
-    whole.sleep(weights=True)
+    large.sleep()
+    large.wake()
+    assert tokens(large.generate(PROMPTS, params)) == tokens(expected)
+    large.sleep(weights=True)
     assert next(model.parameters()).device.type == "cpu"
-    whole.wake()
-    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
-    block = whole.stats().kv_bytes // whole.stats().blocks_total
+    large.wake()
+    assert tokens(large.generate(PROMPTS, params)) == tokens(expected)
+    block = large.stats().kv_bytes // large.stats().blocks_total
     longer = dataclasses.replace(params, max_tokens=130)
     small = engine(model, kv_bytes=7 * block)
-    assert tokens(small.generate(PROMPTS, longer)) == tokens(whole.generate(PROMPTS, longer))
+    assert tokens(small.generate(PROMPTS, longer)) == tokens(large.generate(PROMPTS, longer))
     assert small.stats().preemptions > 0
 
 
-def test_paths_that_go_on_level_by_level_have_the_bits_of_whole_prompts() -> None:
+def test_branches_are_bit_identical_to_generating_from_full_prompts() -> None:
     model = causal("llama", torch.bfloat16)
-    whole, run = engine(model), engine(model)
+    reference, run = engine(model), engine(model)
     params = SamplingParams(n=3, max_tokens=9, stop_token_ids=tuple(range(20)))
     paths, places = [list(prompt) for prompt in PROMPTS], [None] * len(PROMPTS)
     for level in range(3):
         seeds = list(range(100 * level, 100 * level + len(paths)))
-        grown = run.branches().sample(paths, places, [params] * len(paths), seeds)
+        branched = run.branches().sample(paths, places, [params] * len(paths), seeds)
         run.check()
-        whole.new_version()
-        expected = whole.generate(paths, params, seeds=seeds, text=False)
-        every = [(path, each) for path, own in zip(paths, grown, strict=True) for each in own]
-        assert [each.tokens for _, each in every] == tokens(expected)
+        reference.new_version()
+        expected = reference.generate(paths, params, seeds=seeds, text=False)
+        extended = [(path, continuation) for path, group in zip(paths, branched, strict=True) for continuation in group]
+        assert [continuation.tokens for _, continuation in extended] == tokens(expected)
         means = [sum(sample.raw_logprobs) / len(sample.token_ids) for sample in expected]
-        assert [each.logprob for _, each in every] == means
-        paths, places = [[*path, *each.tokens] for path, each in every[::2]], [each.place for _, each in every[::2]]
+        assert [continuation.logprob for _, continuation in extended] == means
+        paths, places = (
+            [[*path, *continuation.tokens] for path, continuation in extended[::2]],
+            [continuation.place for _, continuation in extended[::2]],
+        )
     scored = [path[:-1] for path in paths]
     values, ends = run.branches().read(scored, [None] * len(scored), [len(s) - 1 for s in scored], [3, 5], False)
     assert abs(values - np.stack(run.score(scored, columns=[3, 5]))).max() < 0.1
@@ -170,7 +173,7 @@ def test_paths_that_go_on_level_by_level_have_the_bits_of_whole_prompts() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: torch.dtype) -> None:
+def test_llama_shapes_use_the_lean_trunk_bit_identical_to_the_learners_kernels(dtype: torch.dtype) -> None:
     lean = {name: inspect(causal(name, dtype).cuda()).lean is not None for name in (*CONFIGS, "qwen3-moe", "mixtral")}
     assert lean == {
         "llama": True, "qwen3": True, "mistral": True, "gemma2": False, "gpt-neox": False, "qwen3-moe": True,
@@ -180,14 +183,14 @@ def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: 
         decoder = inspect(causal(name, dtype).cuda())
         packed = pack(PROMPTS, "cuda")
         with torch.inference_mode(), Fusion(decoder.trunk, differentiable).applied(steady=True):
-            found = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+            actual = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
             decoder.lean = None
             expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("stops", [(), tuple(range(10, 18))])
-def test_long_windows_give_the_tokens_of_short_ones_and_end_with_their_rows(stops: tuple[int, ...]) -> None:
+def test_long_decode_windows_match_short_ones_and_stop_when_all_rows_end(stops: tuple[int, ...]) -> None:
     model = causal("llama")
     params = SamplingParams(n=4, max_tokens=200, seed=4, ignore_eos=True, stop_token_ids=stops)
     short, long = engine(model, look_every=8), engine(model)
@@ -196,62 +199,62 @@ def test_long_windows_give_the_tokens_of_short_ones_and_end_with_their_rows(stop
     decoded: list[int] = []
     decode = long.backend.decode
 
-    def counted(batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+    def counting(batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         for done in decode(batch, steps):
             decoded.append(done.tokens.shape[0])
             yield done
 
-    long.backend.decode = counted  # type: ignore[method-assign]
+    long.backend.decode = counting  # type: ignore[method-assign]
     before = long.stats().steps
-    once = long.generate([PROMPTS[0]], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))[0]
-    assert decoded == [16] * 12 + [7]  # 199 after the first, in one window
+    sample = long.generate([PROMPTS[0]], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))[0]
+    assert decoded == [16] * 12 + [7]  # 199 tokens after the first, in one window
     assert long.stats().steps == before + 2
-    end = once.token_ids[20]
+    end = sample.token_ids[20]
     decoded.clear()
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, stop_token_ids=(end,))
-    first = once.token_ids.index(end)
-    assert long.generate([PROMPTS[0]], params)[0].token_ids == once.token_ids[: first + 1]
+    first = sample.token_ids.index(end)
+    assert long.generate([PROMPTS[0]], params)[0].token_ids == sample.token_ids[: first + 1]
     assert sum(decoded) < first + 2 * 16
 
 
 @EAGER
 @pytest.mark.parametrize("name", ALL)
-def test_bf16_logprobs_are_no_worse_than_those_of_transformers(name: str) -> None:
-    """Those that decoding returns and those of a read, both beside float32 on the same weights."""
+def test_bf16_logprobs_are_as_accurate_as_transformers(name: str) -> None:
+    """Log-probs from decoding and from scoring, both compared with float32 on the same weights."""
     half = causal(name, torch.bfloat16).cuda()
     samples = engine(half).generate(PROMPTS, SamplingParams(n=4, max_tokens=48, seed=2, ignore_eos=True))
-    whole = [[*PROMPTS[i // 4], *sample.token_ids] for i, sample in enumerate(samples)]
-    read = engine(half).logprobs(whole)
+    sequences = [[*PROMPTS[i // 4], *sample.token_ids] for i, sample in enumerate(samples)]
+    read = engine(half).logprobs(sequences)
     exact = causal(name).cuda()
     exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
     for module in (half, exact):
         module.set_attn_implementation("eager")
     errors: dict[str, list[torch.Tensor]] = {"decoded": [], "read": [], "transformers": []}
-    for ids, sample, ours in zip(whole, samples, read, strict=True):
+    for ids, sample, read_logprobs in zip(sequences, samples, read, strict=True):
         new, row = len(sample.token_ids), torch.tensor([ids], device="cuda")
         with torch.no_grad():
-            true, theirs = (
+            exact_logprobs, plain_logprobs = (
                 module(row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[-new:, 0].cpu()
                 for module in (exact, half)
             )
-        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - true)
-        errors["read"].append(torch.tensor(ours[-new:]).flatten() - true)
-        errors["transformers"].append(theirs - true)
+        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - exact_logprobs)
+        errors["read"].append(torch.tensor(read_logprobs[-new:]).flatten() - exact_logprobs)
+        errors["transformers"].append(plain_logprobs - exact_logprobs)
     means = {name: torch.cat(parts).abs().mean().item() for name, parts in errors.items()}
-    # Experts whose scores nearly tie go either way, here and there: gpt-oss has 1.7 on this model.
-    most = 2.0 if name in ("gpt-oss", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3") else 1.2
-    assert max(means["decoded"], means["read"]) <= most * means["transformers"] + 1e-4, means
+    # Near-ties between experts are resolved differently in both: gpt-oss has 1.7 on this model.
+    factor = 2.0 if name in ("gpt-oss", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3") else 1.2
+    assert max(means["decoded"], means["read"]) <= factor * means["transformers"] + 1e-4, means
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixtures_decode_in_graphs(dtype: torch.dtype) -> None:
+def test_mixtures_of_experts_decode_in_cuda_graphs(dtype: torch.dtype) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with warnings.catch_warnings(action="error"):
         engine(causal("qwen3-moe", dtype)).generate(PROMPTS, params)
 
 
-def test_a_model_that_asks_the_host_in_a_step_decodes_without_graphs() -> None:
-    """As transformers' loop over experts does, here in parts that no kernel knows as experts."""
+def test_model_that_synchronizes_with_the_host_decodes_without_graphs() -> None:
+    """Transformers' loop over experts does so, here in modules that no kernel recognizes as experts."""
     model = causal("qwen3-moe")
     model.config._experts_implementation = "eager"
     for layer in model.model.layers:
@@ -261,7 +264,7 @@ def test_a_model_that_asks_the_host_in_a_step_decodes_without_graphs() -> None:
         engine(model).generate(PROMPTS, params)
 
 
-def test_options_the_kernel_does_not_know_and_stops() -> None:
+def test_filters_biases_and_stop_tokens_match_the_cpu_backend() -> None:
     model = causal("llama")
     options = [
         SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=20, seed=1),
@@ -272,15 +275,15 @@ def test_options_the_kernel_does_not_know_and_stops() -> None:
         SamplingParams(temperature=0.0, max_tokens=20),
     ]
     on_cpu, on_gpu = Engine(model, kv_bytes=64 * 2**20), None
-    expected = [on_cpu.generate(PROMPTS[:3], each) for each in options]
+    expected = [on_cpu.generate(PROMPTS[:3], params) for params in options]
     on_gpu = engine(model)
-    for each, samples in zip(options, expected, strict=True):
-        found = on_gpu.generate(PROMPTS[:3], each)
-        assert tokens(found) == tokens(samples)
-        assert [s.finish_reason for s in found] == [s.finish_reason for s in samples]
+    for params, samples in zip(options, expected, strict=True):
+        actual = on_gpu.generate(PROMPTS[:3], params)
+        assert tokens(actual) == tokens(samples)
+        assert [s.finish_reason for s in actual] == [s.finish_reason for s in samples]
 
 
-def test_new_weights_in_place_are_used_at_once() -> None:
+def test_weights_changed_in_place_are_used_after_new_version() -> None:
     model = causal("llama")
     on_gpu = engine(model)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -295,7 +298,7 @@ def test_new_weights_in_place_are_used_at_once() -> None:
     assert tokens(engine(model).generate(PROMPTS, params)) == tokens(after)
 
 
-def test_bf16_scores_are_no_worse_than_those_of_transformers() -> None:
+def test_bf16_scores_are_as_accurate_as_transformers() -> None:
     torch.manual_seed(2)
     config = LlamaConfig(
         **{**GROUPED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_labels": 1}
@@ -307,12 +310,12 @@ def test_bf16_scores_are_no_worse_than_those_of_transformers() -> None:
     sequences = [[5 + (7 * i + j * j) % 290 for j in range(20 + 3 * i)] for i in range(64)]
     with torch.no_grad():
         truth = torch.stack([exact(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
-        theirs = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
-    ours = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
-    assert (ours - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
+        plain_scores = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
+    scores = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
+    assert (scores - truth).abs().mean() <= 1.2 * (plain_scores - truth).abs().mean()
 
 
-def test_a_readout_does_not_wait_for_what_was_queued_after_it() -> None:
+def test_readout_does_not_wait_for_work_queued_after_it() -> None:
     run = engine(causal("llama"))
     rows = torch.randn(3, run.decoder.module.config.hidden_size, device="cuda")
     readings = [Reading(Read("columns", (0,), (5, 6)), [1], [0])] * 3
@@ -328,25 +331,25 @@ def test_a_readout_does_not_wait_for_what_was_queued_after_it() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox"])
 def test_bf16_logits_are_not_rounded(name: str) -> None:
-    """Those of a read, and those that a decode graph draws from."""
+    """The logits of scoring, and those that a decode graph samples from."""
     model = causal(name, torch.bfloat16)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
-        head.mul_(50)  # logits of a size at which bfloat16 is coarse
-    runs = engine(model)
+        head.mul_(50)  # logits so large that bfloat16 rounds them coarsely
+    run = engine(model)
     rows = torch.randn(9, 64, device="cuda", dtype=torch.bfloat16)
-    exact = runs.decoder.finish(rows.double() @ head.double().T)
+    exact = run.decoder.finish(rows.double() @ head.double().T)
     with torch.inference_mode():
-        found = runs.decoder.logits(rows)
-    assert found.dtype == torch.float32
-    assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
-    runs.generate(PROMPTS[:2], SamplingParams(max_tokens=8, ignore_eos=True))
-    drawn_from = [graph.logits for graph in runs.backend._graphs.values()]
-    assert drawn_from
-    assert all((logits != logits.bfloat16()).any() for logits in drawn_from)
+        logits_of_rows = run.decoder.logits(rows)
+    assert logits_of_rows.dtype == torch.float32
+    assert (logits_of_rows - exact).abs().max() < 1e-4 * exact.abs().max()
+    run.generate(PROMPTS[:2], SamplingParams(max_tokens=8, ignore_eos=True))
+    sampled_logits = [graph.logits for graph in run.backend._graphs.values()]
+    assert sampled_logits
+    assert all((logits != logits.bfloat16()).any() for logits in sampled_logits)
 
 
-def test_training_is_not_touched_by_the_kernels() -> None:
+def test_backward_works_on_the_module_after_generation() -> None:
     model = causal("llama")
     on_gpu = engine(model)
     on_gpu.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
@@ -355,16 +358,16 @@ def test_training_is_not_touched_by_the_kernels() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_graphs_follow_the_adapters() -> None:
+def test_cuda_graphs_follow_the_active_adapters() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = peft.get_peft_model(causal("llama").cuda(), config).eval()
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     run = engine(model)
-    adapted, again = (tokens(run.generate(PROMPTS, greedy)) for _ in range(2))
+    adapted, repeated = (tokens(run.generate(PROMPTS, greedy)) for _ in range(2))
     with model.disable_adapter():
         plain = tokens(run.generate(PROMPTS, greedy))
-    assert adapted == again == tokens(run.generate(PROMPTS, greedy))
+    assert adapted == repeated == tokens(run.generate(PROMPTS, greedy))
     assert adapted != plain == tokens(engine(causal("llama")).generate(PROMPTS, greedy))
 
 
@@ -390,8 +393,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", SHAPES)
-def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name: str, temperature: float) -> None:
-    """bf16: decoded with few and with many, after a prefix hit and a preemption, and in the learner's forward pass."""
+def test_sampled_logprobs_are_bit_identical_to_the_learners_for_any_batch(name: str, temperature: float) -> None:
+    """bf16: decoded in small and large batches, after a prefix hit and a preemption, and in the learner's forward."""
     torch.manual_seed(1)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16).eval()
@@ -399,9 +402,9 @@ def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name:
     prompts = [[5 + (7 * i + j * j) % 290 for j in range(1 + 3 * i)] for i in range(60)]
     run = engine(model, max_running=256, kv_bytes=2**30)
     samples = run.generate(prompts, params)
-    again = run.generate(prompts, params)
+    repeated = run.generate(prompts, params)
     assert run.stats().tokens_shared > 0
-    assert [s.logprobs for s in again] == [s.logprobs for s in samples]
+    assert [s.logprobs for s in repeated] == [s.logprobs for s in samples]
     for i in (0, 7, 59):
         assert [s.logprobs for s in run.generate([prompts[i]], params)] == [
             s.logprobs for s in samples[2 * i : 2 * i + 2]
@@ -414,13 +417,13 @@ def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name:
     use_packed_attention(model)
     for batch in (samples, samples[:1]):
         responses = pack_responses(batch, torch.device("cuda"))
-        found, _ = logprobs_and_entropy(run.decoder, responses, hidden_of(model, responses), temperature)
-        found.sum().backward()
+        actual, _ = logprobs_and_entropy(run.decoder, responses, hidden_of(model, responses), temperature)
+        actual.sum().backward()
         expected = torch.tensor([value for sample in batch for value in sample.logprobs])
-        assert torch.equal(found.detach().cpu().view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(actual.detach().cpu().view(torch.int32), expected.view(torch.int32))
 
 
-def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products() -> None:
+def test_learner_attention_with_sinks_matches_plain_attention_gradients() -> None:
     torch.manual_seed(2)
     lengths = [1, 40, 75]
     inputs = [torch.randn(sum(lengths), heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2)]
@@ -430,9 +433,9 @@ def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products()
     assert isinstance(layout, VarlenLayout)
     results = []
     for attend in (layout.attend, layout.grouped.attend):
-        own = [x.clone().requires_grad_() for x in (*inputs, sinks)]
-        out = attend(0, *own[:3], Rule(sinks=own[3], window=30))
-        results.append([out, *torch.autograd.grad(out, own, grad)])
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+        out = attend(0, *leaves[:3], Rule(sinks=leaves[3], window=30))
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
     for result, expected in zip(*results, strict=True):
         assert (result - expected).float().norm() <= 0.02 * expected.float().norm()
     with torch.no_grad():
@@ -440,7 +443,7 @@ def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products()
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_of_few_rows_in_one_launch_have_the_bits_of_many(bias: bool) -> None:
+def test_few_row_matmul_kernel_is_bit_identical_to_large_batches(bias: bool) -> None:
     for inner, widths in ((2048, (2048, 512, 512)), (576, (576, 192, 192)), (4096, (6144, 96, 1000)), (14336, (4096,))):
         weights = [torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for width in widths]
         biases = [torch.randn(width, device="cuda", dtype=torch.bfloat16) for width in widths] if bias else None
@@ -449,7 +452,7 @@ def test_products_of_few_rows_in_one_launch_have_the_bits_of_many(bias: bool) ->
         many = [F.linear(x.repeat(64, 1), weight, biases and biases[i])[:64] for i, weight in enumerate(weights)]
         for rows in (1, 5, 16, 17, 64):
             few = product_kernel.few_rows_products(x[:rows], weights, biases)
-            assert all(torch.equal(mine, theirs[:rows]) for mine, theirs in zip(few, many, strict=True))
+            assert all(torch.equal(a, b[:rows]) for a, b in zip(few, many, strict=True))
     for inner, width in ((2048, 8192), (576, 1536), (4096, 14336), (1000, 72)):
         gate, up = (torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         assert products.few_rows_agree([gate, up], None, kernels.silu_mul)
@@ -459,7 +462,7 @@ def test_products_of_few_rows_in_one_launch_have_the_bits_of_many(bias: bool) ->
             assert torch.equal(product_kernel.few_rows_gated(x[:rows], gate, up), many[:rows])
 
 
-def test_angles_of_a_table_are_those_of_the_module() -> None:
+def test_tabulated_rotary_angles_match_the_module() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
     for rope in ({"rope_type": "default", "rope_theta": 1e4}, scaled, {**scaled, "rope_type": "dynamic"}):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED, rope_parameters=rope), dtype=torch.bfloat16)
@@ -468,14 +471,14 @@ def test_angles_of_a_table_are_those_of_the_module() -> None:
         with torch.inference_mode():
             angles = lean.angles(500)
             assert angles is not None
-            at = torch.tensor([[499, 3, 77, 0]], device="cuda")
-            own = lean.trunk.rotary_emb(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16), at)
-            assert all(torch.equal(each[at], mine) for each, mine in zip(angles, own, strict=True))
+            positions = torch.tensor([[499, 3, 77, 0]], device="cuda")
+            expected = lean.trunk.rotary_emb(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16), positions)
+            assert all(torch.equal(table[positions], angle) for table, angle in zip(angles, expected, strict=True))
 
 
 @pytest.mark.parametrize(("inner", "width"), [(8192, 2048), (14336, 4096), (4096, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_of_wide_products_have_the_bits_of_many(inner: int, width: int, bias: bool) -> None:
+def test_few_rows_of_wide_matmuls_are_bit_identical_to_many_rows(inner: int, width: int, bias: bool) -> None:
     """Shapes of 1B and 8B models, whose inner dimension cuBLAS splits for few rows."""
     x = torch.randn(700, inner, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(width, inner, device="cuda", dtype=torch.bfloat16)
@@ -486,5 +489,5 @@ def test_few_rows_of_wide_products_have_the_bits_of_many(inner: int, width: int,
             few = products.steady_linear(x[first : first + rows], weight, added)
             assert torch.equal(few, many[first : first + rows])
     x.requires_grad_()
-    products.steady_linear(x[:7], weight, added).float().sum().backward()  # with gradients, by the library
+    products.steady_linear(x[:7], weight, added).float().sum().backward()  # with gradients, through the library
     assert torch.allclose(x.grad[:7].float(), weight.float().sum(0).expand(7, -1), rtol=2e-2, atol=2.0)

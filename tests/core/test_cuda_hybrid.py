@@ -36,7 +36,7 @@ ALL: dict[str, Any] = {
     ),
 }  # fmt: skip
 FAMILIES = sorted(ALL)
-PROMPTS = tiny.sequences(1, 12, 1, 150)  # beyond two blocks
+PROMPTS = tiny.sequences(1, 12, 1, 150)  # longer than two blocks
 
 
 def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -55,9 +55,9 @@ def plain(module: Any, tokens: list[int]) -> np.ndarray:
     module.set_attn_implementation("eager")
     with torch.no_grad():
         row = torch.tensor([tokens], device="cuda")
-        said = module(row, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        logprobs = module(row, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
     module.set_attn_implementation(implementation)
-    return said.cpu().numpy()
+    return logprobs.cpu().numpy()
 
 
 def right(module: nn.Module, samples: Any) -> None:
@@ -67,41 +67,41 @@ def right(module: nn.Module, samples: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_samples_have_the_logprobs_of_transformers(family: str) -> None:
-    """Alone and batched, of one prompt and from the tree, through windows that rows leave on the way."""
+def test_sampled_logprobs_match_transformers(family: str) -> None:
+    """Alone and batched, with shared prompts and prefix hits, in decode windows that rows leave early."""
     module = model(family)
     run = engine(module)
     params = SamplingParams(n=3, max_tokens=90, seed=2, stop_token_ids=(7, 9))
     samples = run.generate(PROMPTS, params)
     right(module, samples)
     assert len({len(s.token_ids) for s in samples}) > 3
-    again = run.generate(PROMPTS, params)
+    repeated = run.generate(PROMPTS, params)
     assert run.stats().tokens_shared > 0
-    right(module, again)
+    right(module, repeated)
     right(module, [run.generate([p], SamplingParams(max_tokens=90, seed=3, ignore_eos=True))[0] for p in PROMPTS[:3]])
     right(module, run.generate(PROMPTS, SamplingParams(max_tokens=40, seed=4, top_logprobs=2, ignore_eos=True)))
-    talks = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples[::4]]
-    right(module, run.generate(talks, SamplingParams(max_tokens=20, seed=5, ignore_eos=True)))
+    continued = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples[::4]]
+    right(module, run.generate(continued, SamplingParams(max_tokens=20, seed=5, ignore_eos=True)))
     run.check()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reads_packed_and_cached(family: str) -> None:
+def test_packed_and_cached_logprobs_match_transformers(family: str) -> None:
     module = model(family)
     run = engine(module)
     expected = [plain(module, s) for s in PROMPTS if len(s) > 1]
     ids = [s for s in PROMPTS if len(s) > 1]
-    for found in (run.logprobs(ids), run.logprobs(ids, cache=True), run.logprobs(ids, cache=True)):
-        for ours, own in zip(found, expected, strict=True):
-            np.testing.assert_allclose(ours, own, rtol=1e-4, atol=1e-4)
+    for results in (run.logprobs(ids), run.logprobs(ids, cache=True), run.logprobs(ids, cache=True)):
+        for actual, reference in zip(results, expected, strict=True):
+            np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_asleep_and_with_new_weights(family: str) -> None:
+def test_samples_are_correct_after_preemption_sleep_and_new_weights(family: str) -> None:
     module = model(family)
-    shape = engine(module).decoder
-    each, block = shape.state_bytes(), 64 * shape.token_bytes()
-    small = engine(module, kv_bytes=max(24 * each, 12 * each + 12 * block), max_running=4)
+    decoder = engine(module).decoder
+    state, block = decoder.state_bytes(), 64 * decoder.token_bytes()
+    small = engine(module, kv_bytes=max(24 * state, 12 * state + 12 * block), max_running=4)
     params = SamplingParams(max_tokens=140, seed=6, ignore_eos=True)
     right(module, small.generate(PROMPTS[:6], params))
     assert small.stats().preemptions > 0
@@ -116,28 +116,28 @@ def test_preempted_asleep_and_with_new_weights(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.filterwarnings("ignore:rows of a product")  # of 89 columns, an odd vocabulary
-def test_bf16_logprobs_are_no_worse_than_those_of_transformers(family: str) -> None:
+@pytest.mark.filterwarnings("ignore:rows of a product")  # an odd vocabulary of 89 columns
+def test_bf16_logprobs_are_as_accurate_as_transformers(family: str) -> None:
     half = model(family, torch.bfloat16)
     samples = engine(half).generate(PROMPTS, SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True))
     exact = model(family)
     exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
-    ours, theirs = [], []
+    engine_errors, plain_errors = [], []
     for sample in samples:
-        whole, first = [*sample.prompt_ids, *sample.token_ids], len(sample.prompt_ids) - 1
-        true = plain(exact, whole)[first:]
-        ours.append(np.abs(np.array(sample.raw_logprobs) - true))
-        theirs.append(np.abs(plain(half, whole)[first:] - true))
-    assert np.concatenate(ours).mean() <= 1.2 * np.concatenate(theirs).mean() + 1e-4
+        sequence, first = [*sample.prompt_ids, *sample.token_ids], len(sample.prompt_ids) - 1
+        exact_logprobs = plain(exact, sequence)[first:]
+        engine_errors.append(np.abs(np.array(sample.raw_logprobs) - exact_logprobs))
+        plain_errors.append(np.abs(plain(half, sequence)[first:] - exact_logprobs))
+    assert np.concatenate(engine_errors).mean() <= 1.2 * np.concatenate(plain_errors).mean() + 1e-4
 
 
-# Nemotron-H is not here: 90 % of its tokens have the learner's bits (docs/proof.md).
+# Nemotron-H is left out: 90 % of its tokens are bit-identical to the learner's (docs/proof.md).
 @pytest.mark.parametrize(
     "family",
     ["Qwen3.5", "Qwen3-Next", "LFM2", "Granite 4 (Mamba-2)", "Falcon-H1", "Kimi-Linear", "Bamba", "Zamba 2"],
 )
-def test_a_sample_has_the_same_bits_in_every_batch_and_in_the_learner(family: str) -> None:
-    """In a batch of 700, of 7 and alone, in a read and with gradients."""
+def test_samples_are_bit_identical_in_every_batch_and_in_the_learner(family: str) -> None:
+    """In a batch of 700, of 7 and alone, in scoring and with gradients."""
     compared = hybrid_gpu.bits({family: hybrid_gpu.TINY[family]})[family]
     assert len(compared) == 4
     assert {row["equal"] for row in compared.values()} == {1.0}
@@ -145,12 +145,12 @@ def test_a_sample_has_the_same_bits_in_every_batch_and_in_the_learner(family: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_a_packed_tree_are_the_modules_own(family: str) -> None:
+def test_gradients_of_a_packed_tree_match_the_module(family: str) -> None:
     module = model(family).train()
     ids = sorted([*PROMPTS[2], *tail] for tail in ([5], [5, 9, 4], *tiny.sequences(7, 2, 5, 90)))
-    own = torch.cat([module.model(input_ids=torch.tensor([s], device="cuda")).last_hidden_state[0] for s in ids])
-    weights = torch.randn(own.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    (own * weights).sum().backward()
+    plain_rows = torch.cat([module.model(input_ids=torch.tensor([s], device="cuda")).last_hidden_state[0] for s in ids])
+    weights = torch.randn(plain_rows.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    (plain_rows * weights).sum().backward()
     expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
     use_packed_attention(module)

@@ -1,4 +1,4 @@
-"""Latents of MLA models on a GPU: against transformers, in graphs, and bit for bit. Needs a GPU; skipped elsewhere."""
+"""MLA models with latent KV on a GPU: against transformers, in graphs, bit for bit. Needs a GPU; skipped elsewhere."""
 
 import copy
 import warnings
@@ -51,7 +51,7 @@ def engine(module: torch.nn.Module, **options: object) -> Engine:
 
 
 def plain(module: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """Log-probs of a sequence's tokens after the first, by transformers alone."""
+    """Log-probs of a sequence's tokens after the first, by plain transformers."""
     row = torch.tensor([ids], device="cuda")
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
@@ -62,54 +62,54 @@ def plain(module: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["v2-lite", "v3", "small"])
-def test_float32_in_graphs_is_transformers(name: str) -> None:
-    """Prompts, decoded steps, a prefix from the cache, and a pool in which sequences throw each other out."""
+def test_float32_decoding_in_graphs_matches_transformers(name: str) -> None:
+    """Prefill, decode steps, a cached prefix, and a pool in which sequences preempt each other."""
     module = model(name, torch.float32)
-    with warnings.catch_warnings(action="error"):  # among others: that it decodes without graphs
+    with warnings.catch_warnings(action="error"):  # including the one about decoding without graphs
         run = engine(module)
         samples = run.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     rank, rotated = CONFIGS[name].kv_lora_rank, CONFIGS[name].qk_rope_head_dim
     assert run.decoder.layers == (LayerShape(1, rank + rotated, 0),) * 3
     assert run.decoder.token_bytes() == 3 * (rank + rotated) * 4
-    whole = [[*s.prompt_ids, *s.token_ids] for s in samples]
-    expected = [plain(module, ids) for ids in whole]
+    sequences = [[*s.prompt_ids, *s.token_ids] for s in samples]
+    expected = [plain(module, ids) for ids in sequences]
     block = run.stats().kv_bytes // run.stats().blocks_total
     small = engine(module, kv_bytes=12 * block, max_running=9)
     runs = [samples, run.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))]
     runs.append(small.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
     assert run.stats().tokens_shared > 0
-    for each in runs:
-        for sample, own in zip(each, expected, strict=True):
+    for batch in runs:
+        for sample, reference in zip(batch, expected, strict=True):
             new = len(sample.token_ids)
-            torch.testing.assert_close(torch.tensor(sample.raw_logprobs), own[-new:], rtol=1e-4, atol=1e-4)
-    for got, own in zip(run.logprobs(whole), expected, strict=True):
-        torch.testing.assert_close(torch.from_numpy(got), own, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(sample.raw_logprobs), reference[-new:], rtol=1e-4, atol=1e-4)
+    for actual, reference in zip(run.logprobs(sequences), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*decodes without CUDA graphs")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
+def test_bfloat16_logprobs_are_as_accurate_as_transformers(name: str) -> None:
     half = model(name, torch.bfloat16)
     run = engine(half)
     samples = run.generate(PROMPTS, SamplingParams(max_tokens=60, seed=3, ignore_eos=True))
-    whole = [[*s.prompt_ids, *s.token_ids] for s in samples]
-    read = run.logprobs(whole)
+    sequences = [[*s.prompt_ids, *s.token_ids] for s in samples]
+    read = run.logprobs(sequences)
     exact = copy.deepcopy(half).float()
     errors: dict[str, list[torch.Tensor]] = {"decoded": [], "read": [], "transformers": []}
-    for ids, sample, ours in zip(whole, samples, read, strict=True):
-        true, new = plain(exact, ids), len(sample.token_ids)
-        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - true[-new:])
-        errors["read"].append(torch.from_numpy(ours) - true)
-        errors["transformers"].append(plain(half, ids) - true)
+    for ids, sample, read_logprobs in zip(sequences, samples, read, strict=True):
+        exact_logprobs, new = plain(exact, ids), len(sample.token_ids)
+        errors["decoded"].append(torch.tensor(sample.raw_logprobs) - exact_logprobs[-new:])
+        errors["read"].append(torch.from_numpy(read_logprobs) - exact_logprobs)
+        errors["transformers"].append(plain(half, ids) - exact_logprobs)
     means = {kind: torch.cat(parts).abs().mean().item() for kind, parts in errors.items()}
     print(name, means)
-    # Absorbed queries are rounded once more than plain ones; experts whose scores nearly tie go either way.
+    # Absorbed queries are rounded once more than plain ones; near-ties between experts are resolved differently.
     assert max(means["decoded"], means["read"]) <= 2.0 * means["transformers"] + 1e-4, means
 
 
 @pytest.mark.filterwarnings("ignore:.*decodes without CUDA graphs")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name: str) -> None:
+def test_sampled_logprobs_are_bit_identical_to_the_learners_for_any_batch(name: str) -> None:
     module = model(name, torch.bfloat16)
     params = SamplingParams(n=2, max_tokens=70, seed=2, ignore_eos=True)
     prompts = [[5 + (7 * i + j * j) % 290 for j in range(1 + 3 * i)] for i in range(60)]
@@ -127,15 +127,15 @@ def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name:
     use_packed_attention(module)
     for batch in (samples, samples[:1]):
         responses = pack_responses(batch, torch.device("cuda"))
-        found, _ = logprobs_and_entropy(run.decoder, responses, hidden_of(module, responses), 1.0)
-        found.sum().backward()
+        actual, _ = logprobs_and_entropy(run.decoder, responses, hidden_of(module, responses), 1.0)
+        actual.sum().backward()
         expected = torch.tensor([value for sample in batch for value in sample.logprobs])
-        assert torch.equal(found.detach().cpu().view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(actual.detach().cpu().view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["v2-lite", "v3", "small"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_module_alone(name: str, dtype: torch.dtype) -> None:
+def test_gradients_match_the_plain_module(name: str, dtype: torch.dtype) -> None:
     module = model(name, torch.float32)
     ids = [PROMPTS[i] for i in (1, 5, 8)]
     grad = torch.randn(sum(map(len, ids)), 256, device="cuda")
@@ -143,12 +143,12 @@ def test_gradients_are_those_of_the_module_alone(name: str, dtype: torch.dtype) 
     torch.cat(rows).backward(grad)
     expected = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
-    for parameter in module.parameters():  # and not the frequencies of the rotary embedding
+    for parameter in module.parameters():  # but not the frequencies of the rotary embedding
         parameter.data = parameter.data.to(dtype)
     use_packed_attention(module)
     hidden_rows(module, pack(ids, "cuda", lone=False)).backward(grad.to(dtype))
-    most = 1e-4 if dtype == torch.float32 else 0.05
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
     for n, p in module.named_parameters():
         if n in expected:
             assert p.grad is not None
-            assert (p.grad.float() - expected[n]).norm() <= most * expected[n].norm(), n
+            assert (p.grad.float() - expected[n]).norm() <= tolerance * expected[n].norm(), n

@@ -18,22 +18,22 @@ FAMILIES = sorted(tiny.CONFIGS)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
-NAT = 1.0  # log-probs round as logits do, however near 0 they are
+NAT = 1.0  # log-probs have the rounding error of logits, even close to 0
 
 
-def close(got: np.ndarray, expected: np.ndarray, scale: float) -> None:
-    """`scale`: how large such values are. One of them may be next to 0 by chance, and its rounding is still theirs."""
-    error = np.abs(got - expected).max() / max(np.abs(expected).max(), scale)
+def close(actual: np.ndarray, expected: np.ndarray, scale: float) -> None:
+    """`scale`: the magnitude of such values. A value near 0 still has the rounding error of this scale."""
+    error = np.abs(actual - expected).max() / max(np.abs(expected).max(), scale)
     assert error < 1e-4, f"relative error {error}"
 
 
 def spread(rows: Sequence[np.ndarray]) -> float:
-    """How far all values that a head gave lie apart."""
+    """The range of all values that a head returned."""
     return float(np.ptp(np.concatenate([row.ravel() for row in rows])))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_alone_batched_and_cached(family: str) -> None:
+def test_logprobs_alone_batched_and_cached_match_transformers(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     ids = tiny.sequences(1, 7, 2, 50)
@@ -44,7 +44,7 @@ def test_logprobs_alone_batched_and_cached(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_long_sequences_are_attended_to_alone_and_short_ones_in_groups(family: str) -> None:
+def test_logprobs_with_long_sequences_attended_alone_and_short_ones_grouped(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module, budget=512)
     ids = tiny.sequences(3, 9, ALONE - 40, ALONE + 60)
@@ -58,7 +58,7 @@ def test_long_sequences_are_attended_to_alone_and_short_ones_in_groups(family: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
+def test_logprobs_of_given_tokens_at_given_positions(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module, budget=64)
     ids = tiny.sequences(4, 6, 3, 40)
@@ -66,12 +66,12 @@ def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
     columns = [5, NEXT, 11]
     tables = [torch.log_softmax(tiny.plain(module, s).float(), dim=-1).numpy() for s in ids]
     expected = [
-        np.array([[table[p][s[p + 1] if c == NEXT else c] for c in columns] for p in at])
-        for table, s, at in zip(tables, ids, positions, strict=True)
+        np.array([[table[p][s[p + 1] if c == NEXT else c] for c in columns] for p in where])
+        for table, s, where in zip(tables, ids, positions, strict=True)
     ]
-    numbers = [
-        engine.submit_score(s, positions=at, columns=columns, logprobs=True)
-        for s, at in zip(ids, positions, strict=True)
+    requests = [
+        engine.submit_score(s, positions=where, columns=columns, logprobs=True)
+        for s, where in zip(ids, positions, strict=True)
     ]
     stepped: dict[int, np.ndarray] = {}
     while engine.busy:
@@ -80,18 +80,18 @@ def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
     last = engine.score(ids, columns=[5, 11], logprobs=True, cache=True)
     for i, e in enumerate(expected):
         close(read[i], e, NAT)
-        close(stepped[numbers[i]], e, NAT)
+        close(stepped[requests[i]], e, NAT)
         close(last[i], tables[i][-1][[5, 11]], NAT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+def test_greedy_tokens_match_transformers(family: str) -> None:
     module = tiny.model(family)
     prompts = tiny.sequences(2, 6, 1, 40)
     expected = [tiny.plain_greedy(module, p, 24) for p in prompts]
     engine = Engine(module)
     assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
-    # again, now from the tree; and through a pool so small that sequences throw each other out
+    # again with prefix hits; and with a pool so small that sequences preempt each other
     assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
     small = Engine(module, kv_bytes=engine.decoder.token_bytes() * 64, budget=32, max_running=8)
     assert [list(s.token_ids) for s in small.generate(prompts, GREEDY)] == expected
@@ -99,74 +99,74 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_raw_logprobs_of_samples_are_the_models(family: str) -> None:
+def test_raw_logprobs_of_samples_match_the_model(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     for sample in engine.generate(tiny.sequences(3, 4, 3, 20), SamplingParams(max_tokens=12, seed=5)):
-        whole = [*sample.prompt_ids, *sample.token_ids]
-        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :], NAT)
+        sequence = [*sample.prompt_ids, *sample.token_ids]
+        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, sequence)[len(sample.prompt_ids) - 1 :], NAT)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neox"])
 @pytest.mark.parametrize("labels", [1, 3])
-def test_sequence_scores(family: str, labels: int) -> None:
+def test_sequence_scores_match_transformers(family: str, labels: int) -> None:
     module = tiny.model(family, "sequence", labels=labels)
     engine = Engine(module)
     prompts = tiny.sequences(4, 3, 20, 40)
-    groups = [p + r for p in prompts for r in tiny.sequences(5, 4, 1, 20)]
-    expected = [tiny.plain(module, s).numpy().reshape(-1) for s in groups]
+    sequences = [p + r for p in prompts for r in tiny.sequences(5, 4, 1, 20)]
+    expected = [tiny.plain(module, s).numpy().reshape(-1) for s in sequences]
     for cache in (False, True, True):
-        for got, e in zip(engine.score(groups, cache=cache), expected, strict=True):
-            assert got.dtype == np.float32
-            close(got, e, spread(expected))
+        for actual, e in zip(engine.score(sequences, cache=cache), expected, strict=True):
+            assert actual.dtype == np.float32
+            close(actual, e, spread(expected))
     assert engine.stats().tokens_shared > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt_neox"])
-def test_step_scores_at_positions(family: str) -> None:
+def test_step_scores_at_positions_match_transformers(family: str) -> None:
     module = tiny.model(family, "token", labels=2)
     engine = Engine(module)
     ids = tiny.sequences(6, 6, 8, 40)
     positions = [[2, len(s) // 2, len(s) - 1] for s in ids]
-    expected = [tiny.plain(module, s)[at].numpy() for s, at in zip(ids, positions, strict=True)]
+    expected = [tiny.plain(module, s)[where].numpy() for s, where in zip(ids, positions, strict=True)]
     for cache in (False, True):
-        for got, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
-            close(got, e, spread(expected))
+        for actual, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
+            close(actual, e, spread(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_vocabulary_columns(family: str) -> None:
+def test_vocabulary_columns_match_transformers(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     ids = tiny.sequences(7, 5, 8, 40)
     expected = [tiny.plain(module, s)[:, [5, 11]].numpy() for s in ids]
-    for got, e in zip(engine.score(ids, columns=[5, 11]), expected, strict=True):
-        close(got, e[-1], spread(expected))
+    for actual, e in zip(engine.score(ids, columns=[5, 11]), expected, strict=True):
+        close(actual, e[-1], spread(expected))
     cached = engine.score(ids, positions=[[0, 3]] * 5, columns=[5, 11], cache=True)
     for g, e in zip(cached, expected, strict=True):
         close(g, e[[0, 3]], spread(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_gradients_flow_through_the_packed_row(family: str) -> None:
+def test_gradients_of_a_packed_batch_match_separate_sequences(family: str) -> None:
     module = tiny.model(family)
     use_packed_attention(module)
     ids = tiny.sequences(8, 4, 3, 20)
     weights = torch.linspace(-1, 1, sum(map(len, ids)) * 32).sin().reshape(-1, 32)
     torch.autograd.backward((hidden_rows(module, pack(ids)) * weights).sum())
-    together = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    packed_gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
     for s, share in zip(ids, torch.split(weights, [len(s) for s in ids]), strict=True):
         torch.autograd.backward((hidden_rows(module, pack([s])) * share).sum())
-    largest = max(float(gradient.abs().max()) for gradient in together.values())
+    largest = max(float(gradient.abs().max()) for gradient in packed_gradients.values())
     for name, parameter in module.named_parameters():
-        if name in together and parameter.grad is not None:
-            close(together[name].numpy(), parameter.grad.numpy(), 1e-3 * largest)
-    assert len(together) > 5
+        if name in packed_gradients and parameter.grad is not None:
+            close(packed_gradients[name].numpy(), parameter.grad.numpy(), 1e-3 * largest)
+    assert len(packed_gradients) > 5
 
 
-def test_the_lean_trunk_is_taken_where_it_fits_and_sees_new_weights_and_adapters() -> None:
-    """Llama, Qwen and Mistral shapes run in few calls; what differs runs as it is; nothing is copied."""
+def test_lean_trunk_is_used_where_supported_and_sees_new_weights_and_adapters() -> None:
+    """Llama, Qwen and Mistral shapes run in few calls; other modules run unchanged; no weights are copied."""
     from plaudit.core.proof.support import inspect
 
     fits = {

@@ -1,7 +1,7 @@
-"""Engine and learner are bit-identical on a CPU in float32: one order of summation, whatever else is in the batch.
+"""Engine and learner are bit-identical on a CPU in float32: the order of summation does not depend on the batch.
 
-Guaranteed on ARM, on x86-64 from Intel with AVX-512, and wherever MKL is set to one order (MKL_CBWR). Where a
-platform's library sums few rows in another order than many, bits are not guaranteed: there the numbers are close."""
+Guaranteed on ARM, on Intel x86-64 with AVX-512, and on Intel where MKL is set to a fixed order (MKL_CBWR). Where a
+platform's library sums few rows in another order than many, the numbers are only close."""
 
 from __future__ import annotations
 
@@ -37,53 +37,55 @@ def intel() -> bool:
     return torch.backends.mkl.is_available() and processor.exists() and "GenuineIntel" in processor.read_text()
 
 
-def promised() -> bool:
+def bits_guaranteed() -> bool:
     if platform.machine() in ("aarch64", "arm64"):
         return True
     strict = os.environ.get("MKL_CBWR", "").endswith(",STRICT")
     return intel() and (strict or torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
-PROMISED = promised()
+BITS_GUARANTEED = bits_guaranteed()
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2", "deepseek_v3"]
 TEMPERATURE = 0.7
 FREE = SamplingParams(temperature=TEMPERATURE, max_tokens=50, ignore_eos=True, seed=4)
 
 
-def same(got: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> None:
-    first, second = (np.asarray(each, dtype=np.float32) for each in (got, expected))
+def same(actual: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> None:
+    first, second = (np.asarray(values, dtype=np.float32) for values in (actual, expected))
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-4)
-    if PROMISED:
+    if BITS_GUARANTEED:
         assert first.view(np.int32).tolist() == second.view(np.int32).tolist()
 
 
-def learned(
+def learner_logprobs(
     module: nn.Module, engine: Engine, samples: Sequence[Sample], grad: bool = True, temperature: float = TEMPERATURE
 ) -> list[float]:
-    """The learner's log-probs of the samples' tokens, end to end."""
+    """The learner's log-probs of all sampled tokens, concatenated."""
     with torch.set_grad_enabled(grad):
         responses = pack_responses(samples, torch.device("cpu"))
         logp, _ = logprobs_and_entropy(engine.decoder, responses, hidden_of(module, responses), temperature)
     return logp.tolist()
 
 
-def drawn(samples: Sequence[Sample]) -> list[float]:
+def sampled_logprobs(samples: Sequence[Sample]) -> list[float]:
     return [value for sample in samples for value in sample.logprobs]
 
 
 @pytest.mark.parametrize("family", mostly_slow(DENSE))
-def test_the_learner_gives_the_engines_bits(family: str) -> None:
+def test_learner_logprobs_are_bit_identical_to_the_engines(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     samples = engine.generate(tiny.sequences(3, 6, 1, 60), replace(FREE, n=3))
     for grad in (True, False):
-        same(learned(module, engine, samples, grad), drawn(samples))
-    same([p for s in samples[:5] for p in learned(module, engine, [s])], drawn(samples[:5]))
-    whole = [[*s.prompt_ids, *s.token_ids] for s in samples]
+        same(learner_logprobs(module, engine, samples, grad), sampled_logprobs(samples))
+    same([p for s in samples[:5] for p in learner_logprobs(module, engine, [s])], sampled_logprobs(samples[:5]))
+    sequences = [[*s.prompt_ids, *s.token_ids] for s in samples]
     expected = [
-        float(p) for s, each in zip(samples, engine.logprobs(whole), strict=True) for p in each[-len(s.token_ids) :]
+        float(p)
+        for s, logprobs in zip(samples, engine.logprobs(sequences), strict=True)
+        for p in logprobs[-len(s.token_ids) :]
     ]
-    same(learned(module, engine, samples, temperature=1.0), expected)
+    same(learner_logprobs(module, engine, samples, temperature=1.0), expected)
 
 
 PROMPT = tiny.sequences(5, 1, 50, 50)[0]
@@ -101,14 +103,14 @@ def alone(llama: nn.Module) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(69, marks=pytest.mark.slow)])
-def test_a_row_does_not_depend_on_those_beside_it(llama: nn.Module, alone: tuple[float, ...], count: int) -> None:
+def test_row_does_not_depend_on_the_rest_of_the_batch(llama: nn.Module, alone: tuple[float, ...], count: int) -> None:
     for at in (0, count):
         prompts = [*OTHERS[:at], PROMPT, *OTHERS[at:count]]
         same(Engine(llama).generate(prompts, FREE)[at].logprobs, alone)
 
 
 @pytest.mark.parametrize("shared", [1, 15, 16, 17, 31, 32, 33, 48, 49])
-def test_a_prefix_from_the_cache_changes_no_bit(llama: nn.Module, alone: tuple[float, ...], shared: int) -> None:
+def test_cached_prefix_does_not_change_a_bit(llama: nn.Module, alone: tuple[float, ...], shared: int) -> None:
     engine = Engine(llama)
     engine.generate([PROMPT[:shared]], replace(FREE, max_tokens=3))
     same(engine.generate([PROMPT], FREE)[0].logprobs, alone)
@@ -119,8 +121,8 @@ def small(engine: Engine) -> Engine:
     return Engine(engine.decoder.module, kv_bytes=9 * 16 * engine.decoder.token_bytes(), max_running=4, budget=16)
 
 
-def narrow(patch: pytest.MonkeyPatch, room: int, workspace: int) -> None:
-    patch.setattr(cpu_decode, "STEPS", room)
+def narrow(patch: pytest.MonkeyPatch, steps: int, workspace: int) -> None:
+    patch.setattr(cpu_decode, "STEPS", steps)
     patch.setattr(cpu_decode, "WORKSPACE", workspace)
 
 
@@ -129,7 +131,7 @@ def narrow(patch: pytest.MonkeyPatch, room: int, workspace: int) -> None:
     [lambda patch: narrow(patch, 8, 2**26), lambda patch: narrow(patch, 64, 0), lambda patch: None],
     ids=["short windows", "blocks gathered", "preempted, prompts in parts"],
 )
-def test_however_it_is_read_and_decoded(
+def test_logprobs_do_not_depend_on_decode_windows_or_preemption(
     llama: nn.Module, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch,
     change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:  # fmt: skip
@@ -142,24 +144,24 @@ def test_however_it_is_read_and_decoded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_rows_longer_than_one_sum(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are added up in several products; with as many key-value heads as heads a product has one row."""
-    monkeypatch.setattr(attention, "SCORES", 2**20)  # and queries in several tiles
+def test_long_rows_with_several_partial_sums_are_bit_identical(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are summed in several matmuls; with as many key-value heads as heads, a matmul has one row."""
+    monkeypatch.setattr(attention, "SCORES", 2**20)  # queries also in several tiles
     torch.manual_seed(1)
     sizes = {"vocab_size": 89, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
     module = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.25)).eval()
     engine = Engine(module)
     samples = engine.generate(tiny.sequences(8, 4, 480, 1200), replace(FREE, max_tokens=60))
-    same(learned(module, engine, samples), drawn(samples))
+    same(learner_logprobs(module, engine, samples), sampled_logprobs(samples))
     same(engine.generate([list(samples[0].prompt_ids)], replace(FREE, max_tokens=60))[0].logprobs, samples[0].logprobs)
 
 
 @pytest.mark.parametrize(
     ("inner", "width", "bias"), [(32, 16, False), (32, 16, True), (576, 64, True), (1536, 64, False)]
 )
-def test_few_rows_are_padded_to_as_many_as_have_the_bits_of_many(inner: int, width: int, bias: bool) -> None:
-    """Also where the weights at hand are zeros, as an adapter's are at first: the trial is not made with them."""
+def test_few_row_matmuls_are_padded_to_be_bit_identical_to_many_rows(inner: int, width: int, bias: bool) -> None:
+    """Also where the current weights are zeros, as in a new adapter: the self-check does not use them."""
     zeros = torch.zeros(width, inner)
     products.steady_linear(torch.ones(1, inner), zeros, torch.zeros(width) if bias else None)
     generator = torch.Generator().manual_seed(0)
@@ -172,7 +174,7 @@ def test_few_rows_are_padded_to_as_many_as_have_the_bits_of_many(inner: int, wid
             same(few.flatten().numpy(), many[first : first + rows].flatten().numpy())
 
 
-def test_half_precision_and_classifiers_keep_the_faster_path() -> None:
+def test_half_precision_and_classifiers_use_the_faster_path() -> None:
     assert Engine(tiny.model("llama")).backend.steady  # type: ignore[attr-defined]
     assert not Engine(tiny.model("llama"), exact=False).backend.steady  # type: ignore[attr-defined]
     assert not Engine(tiny.model("llama", "sequence")).backend.steady  # type: ignore[attr-defined]
@@ -182,15 +184,15 @@ def test_half_precision_and_classifiers_keep_the_faster_path() -> None:
 @pytest.mark.parametrize(
     ("keys", "rows"), [(60, 2), (200, 1), (256, 3), (257, 2), (266, 1), (300, 16), (400, 2), (520, 1)]
 )
-def test_values_are_added_up_in_one_order_whatever_masked_keys_stand_behind_them(keys: int, rows: int) -> None:
-    """Also where the last sum has a few keys only, which torch would add up by a loop of its own."""
+def test_summation_order_of_values_does_not_depend_on_trailing_masked_keys(keys: int, rows: int) -> None:
+    """Also where the last sum has only a few keys, which torch would sum in a separate loop."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(3, 40, 1024, generator=generator)
     weights[..., keys:] = 0
     values = torch.randn(3, 1024, 8, generator=generator)
     many = attention.weighted(weights, values)[:, :rows]
-    for behind in (0, 1, 7, 56, 100, 300):
-        end = max(attention.LEAST_KEYS, keys + behind)
+    for trailing in (0, 1, 7, 56, 100, 300):
+        end = max(attention.LEAST_KEYS, keys + trailing)
         few = attention.weighted(weights[:, :rows, :end], values[:, :end])
         same(few.flatten().numpy(), many.flatten().numpy())
 
@@ -202,10 +204,10 @@ def test_values_are_added_up_in_one_order_whatever_masked_keys_stand_behind_them
     ids=["silu", "gelu", "gelu by tanh", "sigmoid"],
 )
 @pytest.mark.parametrize("width", [1, 48, 89, 1000])
-def test_an_activation_does_not_depend_on_the_rows_behind_it(
+def test_activation_does_not_depend_on_the_following_rows(
     width: int, function: Callable[[Tensor], Tensor], threads: int
 ) -> None:
-    """A thread computes what is left behind its last whole vector one by one, and rounds otherwise there."""
+    """A thread computes the elements after its last full vector one by one, with different rounding."""
     x = torch.randn(200, 2 * width, generator=torch.Generator().manual_seed(0))[:, :width]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -220,7 +222,7 @@ def test_an_activation_does_not_depend_on_the_rows_behind_it(
         torch.set_num_threads(before)
 
 
-def test_the_gradient_of_an_activation_is_the_functions_own() -> None:
+def test_elementwise_activation_has_the_correct_gradient() -> None:
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(partial(elementwise, F.silu), (x,))
 
@@ -240,7 +242,7 @@ for inner, width in (64, 89), (896, 128):
 @pytest.mark.slow
 @pytest.mark.skipif(not intel(), reason="needs MKL on a processor of Intel's")
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
-def test_mkl_keeps_one_order_where_it_is_told_to(instructions: str) -> None:
-    """What docs/proof.md says of several threads and wide layers, and of processors without AVX-512."""
-    told = {"MKL_CBWR": "AUTO,STRICT", "MKL_ENABLE_INSTRUCTIONS": instructions}
-    subprocess.run([sys.executable, "-c", ROWS], env={**os.environ, **told}, check=True, timeout=200)
+def test_mkl_strict_mode_keeps_one_summation_order(instructions: str) -> None:
+    """The claims of docs/proof.md on several threads and wide layers, and on processors without AVX-512."""
+    settings = {"MKL_CBWR": "AUTO,STRICT", "MKL_ENABLE_INSTRUCTIONS": instructions}
+    subprocess.run([sys.executable, "-c", ROWS], env={**os.environ, **settings}, check=True, timeout=200)

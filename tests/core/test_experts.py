@@ -1,5 +1,5 @@
-"""The kernels of a mixture's experts against transformers' own loop over them, and across different batches. Without a
-GPU they run in Triton's interpreter."""
+"""The mixture-of-experts kernels against transformers' loop over experts, and across different batches. Without a GPU
+they run in Triton's interpreter."""
 
 import copy
 from typing import Any
@@ -48,13 +48,13 @@ def built(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def fused(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Fusion]:
-    """A part that kernels replace inside the last, and the same on its own."""
+    """The module, an unmodified copy of it, and the fusion that replaces the module's forward by kernels."""
     module = built(kind, name, fields, dtype)
-    own = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
-    # Beside it the activation in it, which torch computes in whole vectors on a CPU.
+    # Besides the activation inside it, which on a CPU torch computes in full vectors.
     assert [part for part, _ in fusion.forwards if not isinstance(part, ACTIVATIONS)] == [module]
-    return module, own, fusion
+    return module, original, fusion
 
 
 def pairs(tokens: int, experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def test_routes_order_pairs_by_expert_and_token_in_blocks_of_one_expert() -> None:
+def test_routes_sort_pairs_by_expert_and_token_in_blocks_of_one_expert() -> None:
     ids = torch.tensor([[2, 0], [2, 5], [0, 2], [5, 2]], device=DEVICE)
     routes = kernels.routes(ids, 6)
     assert routes.order.tolist() == [1, 4, 0, 2, 5, 7, 3, 6]
@@ -79,28 +79,28 @@ def test_routes_order_pairs_by_expert_and_token_in_blocks_of_one_expert() -> Non
 
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 def test_blocks_cover_every_pair_once(tokens: int) -> None:
-    ids = (torch.rand(tokens, 5, device=DEVICE) ** 3 * 7).long()  # most of them for the first experts
+    ids = (torch.rand(tokens, 5, device=DEVICE) ** 3 * 7).long()  # skewed towards the first experts
     routes = kernels.routes(ids, 7)
     assert routes.order.tolist() == torch.sort(ids.flatten().cpu(), stable=True).indices.tolist()
-    places = [
-        (place, expert)
+    positions = [
+        (position, expert)
         for expert, start, end in routes.blocks.T.tolist()
-        for place in range(start, min(end, start + routes.tiles.rows))
+        for position in range(start, min(end, start + routes.tiles.rows))
     ]
-    assert sorted(place for place, _ in places) == list(range(ids.numel()))
-    assert all(ids.flatten()[routes.order[place]] == expert for place, expert in places)
+    assert sorted(position for position, _ in positions) == list(range(ids.numel()))
+    assert all(ids.flatten()[routes.order[position]] == expert for position, expert in positions)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: torch.dtype) -> None:
+def test_expert_kernels_match_the_module_and_its_gradients(name: str, dtype: torch.dtype) -> None:
     kind, fields = EXPERTS[name]
-    module, own, fusion = fused(kind, name, fields, dtype)
+    module, original, fusion = fused(kind, name, fields, dtype)
     x, ids, weights = pairs(9, 6, dtype)
     with fusion.applied(False), torch.no_grad():
-        alone = module(x, ids, weights)
+        without_grad = module(x, ids, weights)
     results = []
-    for part, context in ((module, fusion.applied(False)), (own, None)):
+    for part, context in ((module, fusion.applied(False)), (original, None)):
         inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         if context is None:
             out = part(inputs[0], ids, inputs[1])
@@ -108,8 +108,8 @@ def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: 
             with context:
                 out = part(inputs[0], ids, inputs[1])
         (out.float() ** 2).sum().backward()
-        results.append([out.detach(), *(each.grad for each in (*inputs, *part.parameters()))])
-    assert torch.equal(results[0][0], alone)  # with and without gradients one result, to the bit
+        results.append([out.detach(), *(leaf.grad for leaf in (*inputs, *part.parameters()))])
+    assert torch.equal(results[0][0], without_grad)  # bit-identical with and without gradients
     for result, expected in zip(*results, strict=True):
         scale = expected.float().abs().max()
         close(result / scale, expected / scale)
@@ -117,26 +117,28 @@ def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_routers_choose_as_the_module_does(name: str, dtype: torch.dtype) -> None:
+def test_router_kernels_match_the_module(name: str, dtype: torch.dtype) -> None:
     kind, fields = ROUTERS[name]
-    module, own, fusion = fused(kind, name, fields, dtype)
+    module, original, fusion = fused(kind, name, fields, dtype)
     x = torch.randn(11, HIDDEN, device=DEVICE).to(dtype)
     results = []
-    for part, replaced in ((module, True), (own, False)):
-        given = x.clone().requires_grad_()
+    for part, replaced in ((module, True), (original, False)):
+        hidden = x.clone().requires_grad_()
         if replaced:
             with fusion.applied(False):
-                logits, values, ids = part(given)
+                logits, values, ids = part(hidden)
         else:
-            logits, values, ids = part(given)
+            logits, values, ids = part(hidden)
         (values.float() ** 2 * torch.arange(1, values.shape[1] + 1, device=DEVICE)).sum().backward()
-        results.append([logits.detach(), values.detach(), logits.detach().gather(1, ids), given.grad, part.weight.grad])
+        results.append(
+            [logits.detach(), values.detach(), logits.detach().gather(1, ids), hidden.grad, part.weight.grad]
+        )
     for result, expected in zip(*results, strict=True):
         assert result.dtype == expected.dtype
         close(result, expected)
 
 
-def test_of_equal_experts_the_first_is_chosen() -> None:
+def test_ties_between_experts_go_to_the_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     values, ids = kernels.softmax_top(logits, 2, True, torch.float32)
     assert ids.tolist() == [[1, 2], [0, 1]]
@@ -144,7 +146,7 @@ def test_of_equal_experts_the_first_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+def test_token_output_is_bit_identical_in_any_batch(dtype: torch.dtype) -> None:
     kind, fields = EXPERTS["qwen3_moe"]
     module = built(kind, "qwen3_moe", fields, dtype)
     x, ids, weights = pairs(700 if GPU else 120, 6, dtype)
@@ -156,44 +158,44 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_two_ranks_halves_of_the_experts_add_up_to_all(name: str, dtype: torch.dtype) -> None:
-    """By kernels that skip the pairs of the other rank, and leave nothing of what lay in memory before."""
+def test_expert_outputs_of_two_ranks_sum_to_the_full_output(name: str, dtype: torch.dtype) -> None:
+    """The kernels skip pairs of the other rank and leave no uninitialized memory in the output."""
     kind, fields = EXPERTS[name]
-    whole = built(kind, name, fields, dtype)
+    full = built(kind, name, fields, dtype)
     x, ids, weights = pairs(40, 6, dtype)
-    total, found = torch.zeros_like(x), torch.zeros_like(x)
+    total, fused_total = torch.zeros_like(x), torch.zeros_like(x)
     for first in (0, 3):
-        half = copy.deepcopy(whole)
+        half = copy.deepcopy(full)
         half.config._experts_implementation = "grouped_mm"
-        for each, parameter in list(half.named_parameters()):
-            setattr(half, each, torch.nn.Parameter(parameter.data[first : first + 3].clone()))
+        for name_of_parameter, parameter in list(half.named_parameters()):
+            setattr(half, name_of_parameter, torch.nn.Parameter(parameter.data[first : first + 3].clone()))
         half.num_experts, half._is_expert_parallel = 3, True
-        own = torch.where((ids >= first) & (ids < first + 3), ids - first, 3)
+        local_ids = torch.where((ids >= first) & (ids < first + 3), ids - first, 3)
         fusion = Fusion(torch.nn.ModuleList([half]), differentiable)  # type: ignore[arg-type]
         assert half in dict(fusion.forwards)
-        torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
+        torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
         try:
             with torch.no_grad():
-                total += half(x, own, weights)
+                total += half(x, local_ids, weights)
                 with fusion.applied(False):
-                    found += half(x, own, weights)
+                    fused_total += half(x, local_ids, weights)
         finally:
             torch.use_deterministic_algorithms(False)
-    expected = whole(x, ids, weights).detach()
+    expected = full(x, ids, weights).detach()
     scale = expected.float().abs().max()
-    close(found / scale, expected / scale)
+    close(fused_total / scale, expected / scale)
     close(total / scale, expected / scale)
 
 
 class Clamped(Qwen3MoeExperts):
-    """Of which small values look like any silu gate."""
+    """Identical to a plain silu gate for small values."""
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
 
 
-def test_a_gate_that_clamps_is_the_modules_own() -> None:
+def test_clamped_gate_is_computed_by_the_module_itself() -> None:
     module = built(Clamped, "qwen3_moe", EXPERTS["qwen3_moe"][1], torch.float32)
     module.config._experts_implementation = "batched_mm"
     for parameter in module.parameters():
@@ -205,7 +207,7 @@ def test_a_gate_that_clamps_is_the_modules_own() -> None:
         close(module(400 * x, ids, weights) / 100, expected / 100)
 
 
-def test_a_router_with_a_bias_is_left_alone_while_that_is_zero() -> None:
+def test_router_with_a_zero_bias_is_not_replaced_by_a_kernel() -> None:
     module = built(GptOssTopKRouter, "gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 2}, torch.float32)
     module.bias.data.zero_()
     assert not Fusion(torch.nn.ModuleList([module]), differentiable).forwards  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""After any interruption of a step, results equal those of a new engine. Ctrl-C may come at any line."""
+"""After an interruption at any line of a step, such as Ctrl-C, results equal those of a new engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.core import tiny
 from tests.core.test_engine import letters
 
 CORE = str(Path(plaudit.core.__file__).parent)
-SOAK = os.environ.get("PLAUDIT_SOAK")  # `make soak`: 1,000 of each
+SOAK = os.environ.get("PLAUDIT_SOAK")  # `make soak`: 1,000 iterations of each
 TIMES = [int(SOAK)] if SOAK else [4, pytest.param(60, marks=pytest.mark.slow)]
-# Float64, so that rounding (which differs between batches of different shapes) cannot tip a draw.
+# Float64, so that rounding, which differs between batch shapes, cannot change a sampled token.
 MODULE = tiny.model("mistral", dtype=torch.float64)
 TOKENIZER = letters()
 STEM = tiny.sequences(11, 1, 30, 30)[0]
@@ -42,7 +42,7 @@ PLACES = [[2, len(s) // 2, len(s) - 1] for s in SCORED]
 
 
 def small(overlaps: bool = False) -> Engine:
-    """So small that sequences throw each other out, and prompts and decodes share steps. `overlaps`: as on a GPU."""
+    """So small that sequences preempt each other, and prefill and decode share steps. `overlaps`: as on a GPU."""
     width = LARGE.decoder.token_bytes()
     engine = Engine(MODULE, TOKENIZER, kv_bytes=9 * 16 * width, budget=24, max_running=6, look_every=3)
     engine.backend.overlaps = engine._runner.scheduler.overlaps = overlaps
@@ -77,8 +77,8 @@ def both(engine: Engine) -> None:
 
 
 class Fault:
-    """Raises at the n-th line that the core runs, or any code that it calls, as a signal would; and once more at the
-    m-th call after that, while the first is being dealt with."""
+    """Raises at the n-th line executed in the core, or with `everywhere` in any code it calls, as a signal would; and
+    again at the m-th call after that, while the first exception is being handled."""
 
     def __init__(self, error: BaseException, line: int, *, everywhere: bool = False, again: int = 0) -> None:
         self.error, self.line, self.everywhere, self.again = error, line, everywhere, again
@@ -93,7 +93,7 @@ class Fault:
 
     def first(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        if frame.f_code.co_name == "whole":  # a transaction's own frame has no call in which a signal could come
+        if frame.f_code.co_name == "whole":  # a transaction's own frame calls nothing that a signal could interrupt
             return None
         return self.each if name.startswith(CORE) or (self.everywhere and name != __file__) else None
 
@@ -114,7 +114,7 @@ class Fault:
 
 
 class Listener:
-    """What two requests of two samples each have reported, beside the calls that are broken off."""
+    """Records the updates of two requests with two samples each, across interrupted calls."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -133,7 +133,7 @@ class Listener:
             self.ended += [(at, update.sample)] if update.sample is not None else []
 
     def right(self, failing: bool) -> None:
-        """Every sample has ended once, and its updates were all of it. A step that failed may have ended it sooner."""
+        """Each sample ended once and its updates add up to it. A failed step may have ended it early."""
         while self.engine.busy:
             self.step()
         self.step()
@@ -148,20 +148,20 @@ class Listener:
 
 
 def branched(engine: Engine) -> None:
-    """A level of a search: paths, their children, and what is given up."""
+    """A search: paths, their children, and freed paths."""
     branches, ids = engine.branches(), PROMPTS
     params = SamplingParams(n=2, max_tokens=6, stop_token_ids=(5, 6, 7))
     first = branches.sample(ids, [None] * len(ids), [params] * len(ids), range(len(ids)))
-    paths = [[*path, *each.tokens] for path, own in zip(ids, first, strict=True) for each in own]
-    ends = [each.place for own in first for each in own]
-    below = branches.sample(paths, ends, [params] * len(paths), range(len(paths)))
+    paths = [[*path, *continuation.tokens] for path, own in zip(ids, first, strict=True) for continuation in own]
+    ends = [continuation.place for own in first for continuation in own]
+    second = branches.sample(paths, ends, [params] * len(paths), range(len(paths)))
     _, read = branches.read(paths, [None] * len(paths), [len(path) - 1 for path in paths], [5, 11], False)
-    every = [*ends, *read, *(each.place for own in below for each in own)]
-    branches.free_paths([place for place in every if place is not None])
+    places = [*ends, *read, *(continuation.place for own in second for continuation in own)]
+    branches.free_paths([place for place in places if place is not None])
 
 
 def everything(engine: Engine, step: Callable[[], object]) -> None:
-    """Every kind of call that changes blocks, tree or sequences. The weights stay, and so do the tokens."""
+    """Every kind of call that changes blocks, prefix cache or sequences. Weights and tokens stay the same."""
     generated(engine)
     step()
     engine.new_version(keep="continue")
@@ -180,7 +180,7 @@ def everything(engine: Engine, step: Callable[[], object]) -> None:
 
 
 def broken_off(engine: Engine, fault: Fault) -> None:
-    """A fault in the middle of everything, and then all of it once more."""
+    """Raises the fault during all kinds of calls, then checks that all results are still correct."""
     listener, caught = Listener(engine), None
     try:
         with fault:
@@ -206,8 +206,8 @@ ERRORS: list[Callable[[], BaseException]] = [
 @pytest.mark.parametrize(("everywhere", "overlaps"), [(False, False), (True, False), (False, True)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a fault while a generator is closed
 @pytest.mark.timeout(7200)
-def test_an_exception_anywhere_leaves_an_engine_that_is_right(everywhere: bool, overlaps: bool, times: int) -> None:
-    """Every second one is followed by another while it is being dealt with."""
+def test_engine_is_correct_after_an_exception_at_any_line(everywhere: bool, overlaps: bool, times: int) -> None:
+    """Every second exception is followed by another while it is being handled."""
     random, engine, reached = np.random.default_rng(everywhere), small(overlaps), 0
     with Fault(KeyboardInterrupt(), -1, everywhere=everywhere) as counting:
         everything(engine, Listener(engine).step)
@@ -226,20 +226,20 @@ def test_an_exception_anywhere_leaves_an_engine_that_is_right(everywhere: bool, 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.timeout(7200)
-def test_real_signals_leave_an_engine_that_is_right(times: int, overlaps: bool) -> None:
+def test_engine_is_correct_after_real_signals(times: int, overlaps: bool) -> None:
     engine, random, reached = small(overlaps), np.random.default_rng(1), 0
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    begin = time.monotonic()
+    start = time.monotonic()
     both(engine)
-    whole = time.monotonic() - begin
+    duration = time.monotonic() - start
     try:
         for _ in range(3 * times):
-            timer = threading.Timer(random.uniform(0, whole), os.kill, (os.getpid(), signal.SIGINT))
+            timer = threading.Timer(random.uniform(0, duration), os.kill, (os.getpid(), signal.SIGINT))
             try:
                 timer.start()
                 both(engine)
                 timer.join()
-                time.sleep(0.2)  # the signal is on its way, and this is not the place where it ends the tests
+                time.sleep(0.2)  # wait for the pending signal inside this try block
             except KeyboardInterrupt:
                 reached += 1
                 timer.join()
@@ -254,9 +254,7 @@ def test_real_signals_leave_an_engine_that_is_right(times: int, overlaps: bool) 
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt()])
-def test_the_requests_of_a_call_that_fails_are_gone_with_it(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_call_removes_its_own_requests(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, forward, calls = small(), CpuBackend.forward, [0]
 
     def failing(self: CpuBackend, *args: Any) -> torch.Tensor:
@@ -275,14 +273,14 @@ def test_the_requests_of_a_call_that_fails_are_gone_with_it(
         engine.check()
         computed = engine.stats().tokens_computed
         engine.generate([[3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert engine.stats().tokens_computed - computed == 5  # the last token drawn is read by nobody
+        assert engine.stats().tokens_computed - computed == 5  # the last sampled token is never fed back
     right(engine)
 
 
-def test_what_was_submitted_survives_the_failure_of_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitted_requests_survive_the_failure_of_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(MODULE, TOKENIZER, budget=8, max_running=1)
     forward = CpuBackend.forward
-    number = engine.submit(PROMPTS[1], PARAMS)
+    request = engine.submit(PROMPTS[1], PARAMS)
 
     def failing(self: CpuBackend, *args: Any) -> torch.Tensor:
         raise KeyboardInterrupt
@@ -294,19 +292,19 @@ def test_what_was_submitted_survives_the_failure_of_a_later_call(monkeypatch: py
     finished = []
     while engine.busy:
         finished += [(u.request, u.sample.token_ids) for u in engine.step() if u.sample is not None]
-    assert sorted(finished) == sorted((number, SAMPLES[PARAMS.n + k][0]) for k in range(PARAMS.n))
+    assert sorted(finished) == sorted((request, SAMPLES[PARAMS.n + k][0]) for k in range(PARAMS.n))
 
 
-def test_a_sample_interrupted_between_its_report_and_its_end_gives_its_blocks_back_once(
+def test_sample_interrupted_between_report_and_end_frees_its_blocks_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, end = small(), Scheduler.end
 
-    def late(self: Scheduler, sequence: Sequence) -> None:
+    def interrupted_end(self: Scheduler, sequence: Sequence) -> None:
         monkeypatch.setattr(Scheduler, "end", end)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Scheduler, "end", late)
+    monkeypatch.setattr(Scheduler, "end", interrupted_end)
     with pytest.raises(KeyboardInterrupt):
         generated(engine)
     right(engine)
@@ -315,103 +313,103 @@ def test_a_sample_interrupted_between_its_report_and_its_end_gives_its_blocks_ba
 @pytest.mark.parametrize("callback", ["on_update", "stop_when"])
 def test_a_request_aborted_by_its_own_callback_ends_once(callback: str) -> None:
     engine = small()
-    numbers: list[int] = []
+    requests: list[int] = []
 
     def act(*_: object) -> bool:
-        engine.abort(numbers[0])
+        engine.abort(requests[0])
         return False
 
     options: Any = {callback: act}
-    numbers.append(engine.submit(PROMPTS[1], SamplingParams(n=3, max_tokens=20, ignore_eos=True), **options))
-    ended: list[tuple[int, str]] = []
+    requests.append(engine.submit(PROMPTS[1], SamplingParams(n=3, max_tokens=20, ignore_eos=True), **options))
+    finished: list[tuple[int, str]] = []
     while engine.busy:
-        ended += [(u.index, u.sample.finish_reason) for u in engine.step() if u.sample is not None]
-    ended += [(u.index, u.sample.finish_reason) for u in engine.step() if u.sample is not None]
-    assert sorted(ended) == [(0, "abort"), (1, "abort"), (2, "abort")]
+        finished += [(u.index, u.sample.finish_reason) for u in engine.step() if u.sample is not None]
+    finished += [(u.index, u.sample.finish_reason) for u in engine.step() if u.sample is not None]
+    assert sorted(finished) == [(0, "abort"), (1, "abort"), (2, "abort")]
     right(engine)
 
 
 def rows(engine: Engine) -> dict[int, np.ndarray]:
-    found: dict[int, np.ndarray] = {}
+    values: dict[int, np.ndarray] = {}
     while engine.busy:
-        found |= {u.request: u.values for u in engine.step() if u.values is not None}
-    return found
+        values |= {u.request: u.values for u in engine.step() if u.values is not None}
+    return values
 
 
 def test_scores_have_each_row_once_after_preemption_and_new_weights() -> None:
-    """Generation and step scores in one pool that is too small for both; then new weights in the middle of a score."""
-    random, places = np.random.default_rng(0), [0, 20, 50, 99]
+    """Generation and step scores in one pool that is too small for both; then new weights during scoring."""
+    random, positions = np.random.default_rng(0), [0, 20, 50, 99]
     engine = Engine(MODULE, kv_bytes=9 * 16 * LARGE.decoder.token_bytes(), budget=16, max_running=6, look_every=2)
     for i in range(3):
-        begin = random.integers(3, tiny.VOCAB, 8).tolist()
-        engine.submit(begin, SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
+        prompt = random.integers(3, tiny.VOCAB, 8).tolist()
+        engine.submit(prompt, SamplingParams(max_tokens=60, seed=i, ignore_eos=True))
     ids = random.integers(3, tiny.VOCAB, (6, 100)).tolist()
-    numbers = [engine.submit_score(each, positions=places, columns=[5, 11]) for each in ids]
-    found = rows(engine)
+    requests = [engine.submit_score(sequence, positions=positions, columns=[5, 11]) for sequence in ids]
+    values = rows(engine)
     assert engine.stats().preemptions > 3
-    numbers.append(engine.submit_score(ids[0][::-1], positions=places, columns=[5, 11]))
+    requests.append(engine.submit_score(ids[0][::-1], positions=positions, columns=[5, 11]))
     for _ in range(3):
         engine.step()
     engine.new_version()
-    found |= rows(engine)
-    for number, each in zip(numbers, [*ids, ids[0][::-1]], strict=True):
-        expected = LARGE.score([each], positions=[places], columns=[5, 11])[0]
-        assert found[number].shape == expected.shape
-        assert np.allclose(found[number], expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    values |= rows(engine)
+    for request, sequence in zip(requests, [*ids, ids[0][::-1]], strict=True):
+        expected = LARGE.score([sequence], positions=[positions], columns=[5, 11])[0]
+        assert values[request].shape == expected.shape
+        assert np.allclose(values[request], expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
-def test_an_engine_whose_sleep_was_interrupted_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_works_after_an_interrupted_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, close = small(), CpuBackend.close
 
-    def closing_late(self: CpuBackend) -> None:
+    def interrupted_close(self: CpuBackend) -> None:
         close(self)
         raise KeyboardInterrupt
 
     generated(engine)
-    monkeypatch.setattr(CpuBackend, "close", closing_late)
+    monkeypatch.setattr(CpuBackend, "close", interrupted_close)
     with pytest.raises(KeyboardInterrupt):
         engine.sleep()
     right(engine)
 
 
 def test_a_finished_sample_stays_finished_when_a_callback_brings_new_weights() -> None:
-    """Three samples end in the same step, and the first one's callback makes the others wait."""
+    """Three samples end in the same step, and the callback of the first one starts a new version."""
     engine = small()
-    ended: list[tuple[int, int]] = []
+    finished: list[tuple[int, int]] = []
 
     def renew(update: Update) -> None:
         engine.new_version()
 
     engine.submit(PROMPTS[0], SamplingParams(n=3, max_tokens=3, ignore_eos=True), on_update=renew)
     while engine.busy:
-        ended += [(u.index, len(u.sample.token_ids)) for u in engine.step() if u.sample is not None]
-    assert sorted(ended) == [(0, 3), (1, 3), (2, 3)]
+        finished += [(u.index, len(u.sample.token_ids)) for u in engine.step() if u.sample is not None]
+    assert sorted(finished) == [(0, 3), (1, 3), (2, 3)]
     right(engine)
 
 
-def test_a_callback_cannot_ask_for_another_step() -> None:
+def test_callback_cannot_call_step() -> None:
     engine = small()
     engine.submit(PROMPTS[0], PARAMS, on_update=lambda update: engine.step() and None)
-    ended = []
+    errors = []
     while engine.busy:
-        ended += [u.sample.error.message for u in engine.step() if u.sample is not None and u.sample.error is not None]
+        errors += [u.sample.error.message for u in engine.step() if u.sample is not None and u.sample.error is not None]
     message = "the callback failed: a callback has called step() during a step: return from the callback first"
-    assert ended == [message] * 2
+    assert errors == [message] * 2
     right(engine)
 
 
-def test_a_stop_test_that_aborts_is_not_asked_again() -> None:
+def test_stop_test_that_aborts_is_not_called_again() -> None:
     engine = small()
-    asked: list[int] = []
+    lengths: list[int] = []
 
     def act(tokens: list[int], text: str) -> bool:
-        asked.append(len(tokens))
+        lengths.append(len(tokens))
         if len(tokens) == 2:
-            engine.abort(number)
+            engine.abort(request)
         return False
 
-    number = engine.submit(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True), stop_when=act)
+    request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True), stop_when=act)
     while engine.busy:
         engine.step()
-    assert asked == [1, 2]
+    assert lengths == [1, 2]
     right(engine)

@@ -43,9 +43,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 2e-5 if found.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-5 if actual.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,9 +58,9 @@ def test_rms_norm(dtype: torch.dtype, gemma: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])  # the interpreter cuts bfloat16 off
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])  # the interpreter truncates bfloat16
 @pytest.mark.parametrize("shape", [(300, 80), (7, 576), (5, 2048)])
-def test_add_rms_norm_is_a_sum_and_a_norm_to_the_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_add_rms_norm_is_bit_identical_to_add_then_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, y, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
     before = x.clone(), y.clone()
     total, normed = kernels.add_rms_norm(x, y, weight, 1e-5)
@@ -84,17 +84,17 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None
     query, key = (randn(1, 11, n, dim, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads))
     angle = torch.randn(1, 11, dim // 2, device=DEVICE).repeat(1, 1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    for found, expected in zip(
+    for actual, expected in zip(
         kernels.rotary(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
     ):
-        assert found.shape == expected.shape
-        assert found.transpose(1, 2).is_contiguous()
-        close(found, expected)
+        assert actual.shape == expected.shape
+        assert actual.transpose(1, 2).is_contiguous()
+        close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (5, 5, 20)])
-def test_rotation_alone_and_into_the_cache_is_that_of_rotary_to_the_bit(
+def test_rotate_and_rotate_and_store_are_bit_identical_to_rotary(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:
     lengths = [4, 17, 33]
@@ -103,8 +103,8 @@ def test_rotation_alone_and_into_the_cache_is_that_of_rotary_to_the_bit(
     query, key, value = wide[:, :heads], wide[:, heads:], randn(len(lengths), kv_heads, dim, dtype=dtype)
     angle = torch.randn(len(lengths), dim // 2, device=DEVICE).repeat(1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    turned = (x.transpose(0, 1)[None] for x in (query, key))
-    expected = [x[0].transpose(0, 1) for x in kernels.rotary(*turned, cos[None], sin[None])]
+    transposed = (x.transpose(0, 1)[None] for x in (query, key))
+    expected = [x[0].transpose(0, 1) for x in kernels.rotary(*transposed, cos[None], sin[None])]
     assert torch.equal(kernels.rotate(query, cos, sin), expected[0])
     assert torch.equal(kernels.rotate(key, cos, sin), expected[1])
     caches = keys.clone(), values.clone()
@@ -112,20 +112,20 @@ def test_rotation_alone_and_into_the_cache_is_that_of_rotary_to_the_bit(
     assert torch.equal(
         kernels.rotate_and_store(query, key, value, cos, sin, *caches, tables, positions, BLOCK), expected[0]
     )
-    for found, stored in zip(caches, (keys, values), strict=True):
-        assert torch.equal(found.nan_to_num(), stored.nan_to_num())
+    for actual, stored in zip(caches, (keys, values), strict=True):
+        assert torch.equal(actual.nan_to_num(), stored.nan_to_num())
 
 
 def gradients(function: Any, inputs: list[torch.Tensor], outward: list[torch.Tensor]) -> list[torch.Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    found = function(*leaves)
-    torch.autograd.backward([found] if isinstance(found, torch.Tensor) else list(found), outward)
+    outputs = function(*leaves)
+    torch.autograd.backward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), outward)
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 300])  # fewer and more than the programs that share them
+@pytest.mark.parametrize("rows", [1, 7, 300])  # fewer and more rows than programs
 def test_gradients_of_rms_norm(dtype: torch.dtype, gemma: bool, rows: int) -> None:
     x, weight, outward = randn(rows, 80, dtype=dtype), randn(80, dtype=dtype), randn(rows, 80, dtype=dtype)
 
@@ -133,11 +133,11 @@ def test_gradients_of_rms_norm(dtype: torch.dtype, gemma: bool, rows: int) -> No
         wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
         return (wide * (1 + weight.float()) if gemma else wide * weight.float()).to(x.dtype)
 
-    found = gradients(lambda x, w: differentiable.rms_norm(x, w, 1e-5, gemma), [x, weight], [outward])
+    actual = gradients(lambda x, w: differentiable.rms_norm(x, w, 1e-5, gemma), [x, weight], [outward])
     expected = gradients(plain, [x, weight], [outward])
-    close(found[0], expected[0])
+    close(actual[0], expected[0])
     scale = rows**0.5  # the weight's gradient is a sum over rows
-    close(found[1] / scale, expected[1] / scale)
+    close(actual[1] / scale, expected[1] / scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,13 +147,13 @@ def test_gradients_of_silu_mul(dtype: torch.dtype) -> None:
     def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
-    found, expected = (gradients(f, [gate, up], [outward]) for f in (differentiable.silu_mul, plain))
-    for mine, other in zip(found, expected, strict=True):
-        close(mine, other)
+    actual, expected = (gradients(f, [gate, up], [outward]) for f in (differentiable.silu_mul, plain))
+    for a, b in zip(actual, expected, strict=True):
+        close(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("turned", [False, True])  # gradients that lie head by head, or token by token
+@pytest.mark.parametrize("turned", [False, True])  # gradients contiguous by head or by token
 def test_gradients_of_rotary(dtype: torch.dtype, turned: bool) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -162,69 +162,69 @@ def test_gradients_of_rotary(dtype: torch.dtype, turned: bool) -> None:
     outward = [g.contiguous() if turned else g for g in outward]
     angle = torch.randn(1, 11, 10, device=DEVICE).repeat(1, 1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    found = gradients(lambda q, k: differentiable.rotary(q, k, cos, sin), [query, key], outward)
+    actual = gradients(lambda q, k: differentiable.rotary(q, k, cos, sin), [query, key], outward)
     expected = gradients(lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), [query, key], outward)
-    for mine, other in zip(found, expected, strict=True):
-        assert mine.shape == other.shape
-        close(mine, other)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape
+        close(a, b)
 
 
 @pytest.mark.slow
-def test_a_model_learns_by_fused_kernels_as_without() -> None:
-    """Loss and gradients of a whole trunk, norms and gates fused (and rotary embeddings, on a GPU)."""
+def test_fused_kernels_give_the_same_loss_and_gradients_as_plain_modules() -> None:
+    """Loss and gradients of a trunk with fused norms and gates (on a GPU also rotary embeddings)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny.CONFIGS["qwen3"]).to(DEVICE)
     fusion = Fusion(model.model, differentiable)
-    # Two layers: two norms, two of queries and keys, a gate, on a CPU the activation in it too; the last norm.
+    # Per layer: two norms, query and key norms, a gate, and on a CPU also its activation; then the final norm.
     assert len(fusion.forwards) == 2 * (5 if GPU else 6) + 1
     assert len(fusion.functions) == 1
     ids = torch.randint(3, 80, (1, 18), device=DEVICE)
 
-    def learn() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    plain, expected = learn()
+    plain, expected = loss_and_gradients()
     with fusion.applied(steady=False):
-        fused, found = learn()
+        fused, actual = loss_and_gradients()
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7)
 
 
 class Blocks(PagedBackend):
-    """The cache alone: the trunk is called by hand."""
+    """Only the KV cache: the test calls the trunk directly."""
 
     block_size = BLOCK
     rows = forward = decode = None  # type: ignore[assignment]
 
 
-def close_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+def close_rows(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> None:
-    """A packed prompt, the wanted rows of it, and a token more from the cache."""
+def test_lean_trunk_on_kernels_matches_the_module(family: str) -> None:
+    """A packed prompt, selected rows of it, and one decoded token with the KV cache."""
     model = tiny.model(family).to(DEVICE)
     decoder = inspect(model)
     assert decoder.lean is not None
     lean = LeanTrunk(decoder.trunk, [layer.rule for layer in decoder.lean.layers], KernelOperations())
     assert lean.operations.compute(decoder.trunk, lean.replaced)
-    ids = tiny.sequences(3, 2, 4, 9)  # few tokens: the interpreter takes its time for each
+    ids = tiny.sequences(3, 2, 4, 9)  # few tokens, because the interpreter is slow
     decoder.lean = None  # rows of the module itself
     with torch.inference_mode():
         packed = pack(ids, DEVICE)
-        whole = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
-        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout), whole)
+        expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout), expected)
         last = torch.tensor([start + n - 1 for start, n in zip(packed.starts, packed.lengths, strict=True)])
         last = last.to(DEVICE)
-        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout, last), whole[last])
-        # All tokens but the last of each are read into blocks, then the last are decoded.
+        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout, last), expected[last])
+        # All tokens but the last of each sequence are prefilled into blocks, then the last ones are decoded.
         backend = Blocks(decoder)
         backend.open(3 * len(ids))
         tables = torch.randperm(3 * len(ids)).view(len(ids), 3).int()
@@ -233,10 +233,10 @@ def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> No
         lean.hidden(step.input_ids, step.position_ids, StoredLayout(step, backend.cache, decoder.device))
         tokens, positions = torch.tensor([(s[-1], len(s) - 1) for s in ids], device=DEVICE).T.contiguous()
         decoding = DecodeLayout(backend.cache, backend.block_size, tables.to(DEVICE), positions, splits=1)
-        close_rows(lean.hidden(tokens[None], positions[None], decoding), whole[last])
+        close_rows(lean.hidden(tokens[None], positions[None], decoding), expected[last])
 
 
-def test_a_trunk_with_another_gate_does_not_pass_for_lean() -> None:
+def test_trunk_with_an_unsupported_gate_is_not_lean() -> None:
     trunk = tiny.model("llama", layers=1).to(DEVICE).model
     parts = [trunk.norm, *trunk.layers[0].children()]
     parts.remove(trunk.layers[0].self_attn)
@@ -248,10 +248,12 @@ def test_a_trunk_with_another_gate_does_not_pass_for_lean() -> None:
 def paged(
     rows: int, kv_heads: int, dim: int, lengths: list[int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caches whose unused slots are poisoned, and tables that scatter each row's blocks."""
-    size, most = BLOCK, -(-max(lengths) // BLOCK)
-    keys, values = (torch.full((rows * most * size, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
-    tables = torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
+    """Caches with NaN in unused slots, and block tables with scattered blocks."""
+    size, blocks_per_row = BLOCK, -(-max(lengths) // BLOCK)
+    keys, values = (
+        torch.full((rows * blocks_per_row * size, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2)
+    )
+    tables = torch.randperm(rows * blocks_per_row, device=DEVICE).view(rows, blocks_per_row).int()
     for row, length in enumerate(lengths):
         for i in range(length):
             slot = int(tables[row, i // size]) * size + i % size
@@ -280,7 +282,7 @@ def test_decode_attention(
     query = randn(len(lengths), heads, dim, dtype=dtype)
     sinks = randn(heads) if options.get("sinks") else None
     window, softcap = options.get("window"), options.get("softcap")
-    found = kernels.decode_attention(
+    actual = kernels.decode_attention(
         query, keys, values, tables, positions, BLOCK, scale=0.3, splits=splits, sinks=sinks, window=window,
         softcap=softcap,
     )  # fmt: skip
@@ -294,10 +296,10 @@ def test_decode_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None]], 1)
         weights = scores.softmax(-1)[:, : len(slots)]
-        close(found[row], torch.einsum("hn,nhd->hd", weights, v).to(dtype))
+        close(actual[row], torch.einsum("hn,nhd->hd", weights, v).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[-1:])  # on a GPU it is used in half precision alone
+@pytest.mark.parametrize("dtype", DTYPES[-1:])  # on a GPU it is used in half precision only
 @pytest.mark.parametrize(
     ("window", "softcap", "sunk"),
     mostly_slow([(7, 2.0, True), (None, None, False), (7, None, False), (None, 2.0, True)]),
@@ -310,42 +312,42 @@ def test_varlen_attention(
 ) -> None:  # fmt: skip
     sinks = randn(heads, dtype=dtype) if sunk else None
     new, before = [1, 5, 200, 64], ([3, 0, 70, 0] if scattered else [0, 0, 0, 0])
-    whole = [a + b for a, b in zip(new, before, strict=True)]
+    totals = [a + b for a, b in zip(new, before, strict=True)]
     query = randn(sum(new), heads, dim, dtype=dtype)
-    keys, values = (randn(sum(whole) + 9, kv_heads, dim, dtype=dtype) for _ in range(2))
-    rows = torch.randperm(sum(whole) + 9, device=DEVICE)[: sum(whole)] if scattered else None
-    ends = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in (new, whole)]
+    keys, values = (randn(sum(totals) + 9, kv_heads, dim, dtype=dtype) for _ in range(2))
+    rows = torch.randperm(sum(totals) + 9, device=DEVICE)[: sum(totals)] if scattered else None
+    ends = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in (new, totals)]
     tiles = torch.from_numpy(kernels.query_tiles(new)).to(DEVICE)
     spans = (ends[0], ends[1][:-1], ends[1].diff())
     sums = torch.full((heads, sum(new)), float("nan"), device=DEVICE)
-    found = kernels.varlen_attention(
+    actual = kernels.varlen_attention(
         query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows, softcap=softcap, sinks=sinks,
         sums=sums,
     )  # fmt: skip
-    for i, (count, total) in enumerate(zip(new, whole, strict=True)):
-        at = torch.arange(int(ends[1][i]), int(ends[1][i + 1]), device=DEVICE)
-        at = at if rows is None else rows[at]
-        k, v = (x[at].float().repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+    for i, (count, total) in enumerate(zip(new, totals, strict=True)):
+        slots = torch.arange(int(ends[1][i]), int(ends[1][i + 1]), device=DEVICE)
+        slots = slots if rows is None else rows[slots]
+        k, v = (x[slots].float().repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
         q = query[int(ends[0][i]) : int(ends[0][i + 1])].float()
         position = torch.arange(total - count, total, device=DEVICE)[:, None]
         key = torch.arange(total, device=DEVICE)[None]
-        seen = key <= position
+        visible = key <= position
         if window is not None:
-            seen &= key > position - window
+            visible &= key > position - window
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], v).to(dtype)
         logs = sums[:, int(ends[0][i]) : int(ends[0][i + 1])]
         torch.testing.assert_close(logs, scores.logsumexp(-1), atol=2e-2 if dtype != torch.float32 else 1e-4, rtol=1e-3)
-        close(found[int(ends[0][i]) : int(ends[0][i + 1])], expected)
+        close(actual[int(ends[0][i]) : int(ends[0][i + 1])], expected)
 
 
-def test_capped_attention_learns_by_the_kernel_what_plain_products_learn() -> None:
-    """Values by the kernel, to the bit; gradients by products. In float16, for the kernel is used in half precision."""
+def test_softcapped_attention_kernel_matches_plain_attention_gradients() -> None:
+    """Values come from the kernel, gradients from plain attention. In float16: the kernel is for half precision."""
     spans, rows = [(0, 9, 0), (9, 30, 0)], [np.arange(9), np.arange(9, 39)]
     grouped = grouped_layout(spans, rows, DEVICE)
     layout = VarlenLayout(spans, rows, DEVICE, lambda: grouped)
@@ -357,20 +359,20 @@ def test_capped_attention_learns_by_the_kernel_what_plain_products_learn() -> No
         assert torch.equal(out, layout.attend(0, *inputs, rule))
     expected = grouped.attend(0, *inputs, rule)
     torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
-    for mine, theirs in zip(
+    for actual_gradient, expected_gradient in zip(
         torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(actual_gradient, expected_gradient)
 
 
-def test_store_decoded_writes_one_token_a_row_and_nothing_else() -> None:
+def test_store_decoded_writes_only_one_token_per_row() -> None:
     keys, values, tables, positions = paged(3, 2, 16, [4, 17, 33], torch.float32)
     before = keys.clone(), values.clone()
     key, value = randn(3, 2, 16), randn(3, 2, 16)
     kernels.store_decoded(key, value, keys, values, tables, positions, BLOCK)
     for row in range(3):
-        at = int(positions[row])
-        slot = int(tables[row, at // BLOCK]) * BLOCK + at % BLOCK
+        position = int(positions[row])
+        slot = int(tables[row, position // BLOCK]) * BLOCK + position % BLOCK
         assert torch.equal(keys[slot], key[row])
         assert torch.equal(values[slot], value[row])
         before[0][slot], before[1][slot] = key[row], value[row]
@@ -379,17 +381,17 @@ def test_store_decoded_writes_one_token_a_row_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [18, 5000])
-def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
+def test_sample_kernel_matches_the_cpu_sampler(vocabulary: int) -> None:
     temperatures = [1.0, 0.7, 0.0, 2.0, 1.0]
     rows = len(temperatures)
     sampler = Sampler(
         [SamplingParams(temperature=t) for t in temperatures], [row_key(9, i) for i in range(rows)],
         [frozenset()] * rows, token_hashes(vocabulary, torch.device(DEVICE)),
     )  # fmt: skip
-    tokens, positions, drawn = (
+    tokens, positions, draws = (
         torch.tensor(x, device=DEVICE) for x in ([3] * rows, [10, 20, 30, 40, 50], [0, 1, 2, 3, 4])
     )
-    left, alive = torch.tensor([9, 9, 9, 1, 9], device=DEVICE), torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    remaining, alive = torch.tensor([9, 9, 9, 1, 9], device=DEVICE), torch.ones(rows, dtype=torch.bool, device=DEVICE)
     outputs = (
         torch.zeros(2, rows, dtype=torch.int64, device=DEVICE), torch.zeros(2, rows, device=DEVICE),
         torch.zeros(2, rows, device=DEVICE), torch.zeros(2, rows, dtype=torch.bool, device=DEVICE),
@@ -397,23 +399,23 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
     )  # fmt: skip
     step = torch.zeros((), dtype=torch.int64, device=DEVICE)
     inverse = sampler.inverse[:, 0].contiguous()
-    expected_drawn, logits = drawn.clone(), [randn(rows, vocabulary) * 3 for _ in range(2)]
-    first = sampler.draw(logits[0], expected_drawn)
+    expected_draws, logits = draws.clone(), [randn(rows, vocabulary) * 3 for _ in range(2)]
+    first = sampler.draw(logits[0], expected_draws)
     stops = torch.full((rows, 2), -1, device=DEVICE)
     stops[0, 1] = first.tokens[0]
-    for each in logits:
-        state = (tokens, positions, drawn, left, alive)
-        kernels.sample(each, sampler.keys, inverse, sampler.greedy, state, stops, step, outputs)
+    for step_logits in logits:
+        state = (tokens, positions, draws, remaining, alive)
+        kernels.sample(step_logits, sampler.keys, inverse, sampler.greedy, state, stops, step, outputs)
         step += 1
     assert torch.equal(outputs[0][0], first.tokens)
     torch.testing.assert_close(outputs[1][0], first.logprobs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(outputs[2][0], first.raw_logprobs, rtol=1e-4, atol=1e-5)
-    # row 0 stopped, row 3 had one token left: both stay where they were
+    # row 0 stopped, row 3 had one token left: neither advances
     assert alive.tolist() == [False, True, True, False, True]
     assert outputs[3].tolist() == [[True] * 5, [False, True, True, False, True]]
     assert positions.tolist() == [10, 22, 32, 40, 52]
-    assert drawn.tolist() == [0, 3, 4, 3, 6]
-    assert left.tolist() == [9, 7, 7, 1, 7]
+    assert draws.tolist() == [0, 3, 4, 3, 6]
+    assert remaining.tolist() == [9, 7, 7, 1, 7]
     second = sampler.draw(logits[1], torch.tensor([0, 2, 3, 3, 5], device=DEVICE))
     for row in (1, 2, 4):
         assert outputs[0][1, row] == second.tokens[row] == tokens[row]
@@ -425,9 +427,9 @@ def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Ten
         options, [row_key(9, i) for i in range(rows)], [frozenset()] * rows,
         token_hashes(vocabulary, torch.device(DEVICE)),
     )  # fmt: skip
-    drawn = torch.arange(rows, device=DEVICE)
-    expected = sampler.draw(logits, drawn)
-    kept = sampler._shaped(logits, drawn) > float("-inf")
+    draws = torch.arange(rows, device=DEVICE)
+    expected = sampler.draw(logits, draws)
+    kept = sampler._shaped(logits, draws) > float("-inf")
     truncation = kernels.Truncation(rows, vocabulary, torch.device(DEVICE))
     truncation.load(sampler.filtered, sampler.top_k[:, 0], sampler.top_p[:, 0], sampler.min_p[:, 0])
     inverse = sampler.inverse[:, 0].contiguous()
@@ -435,7 +437,7 @@ def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Ten
     for row, cut in enumerate(truncation.cuts.tolist()):
         assert truncated_ids(logits[row] * inverse[row], cut) == set(kept[row].nonzero()[:, 0].tolist()), row
     zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    state = (zeros.clone(), zeros.clone(), drawn, zeros + 9, torch.ones(rows, dtype=torch.bool, device=DEVICE))
+    state = (zeros.clone(), zeros.clone(), draws, zeros + 9, torch.ones(rows, dtype=torch.bool, device=DEVICE))
     outputs = (
         torch.zeros(1, rows, dtype=torch.int64, device=DEVICE), torch.zeros(1, rows, device=DEVICE),
         torch.zeros(1, rows, device=DEVICE), torch.zeros(1, rows, dtype=torch.bool, device=DEVICE),
@@ -450,44 +452,50 @@ def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Ten
 
 
 def truncated_ids(shaped: torch.Tensor, cut: int) -> set[int]:
-    """What a cut keeps, by its definition."""
+    """The token ids that a cut keeps, by its definition."""
     bits = (shaped + 0.0).cpu().numpy().view(np.int32).astype(np.int64)
     keys = (np.where(bits >= 0, bits, bits ^ 0x7FFFFFFF) << 32) | (0xFFFFFFFF - np.arange(len(bits)))
     return set(np.flatnonzero(keys >= cut).tolist())
 
 
 @pytest.mark.parametrize("vocabulary", [9000, 4097])
-def test_blocks_of_logits_apart_give_the_samples_of_one_program_a_row(
+def test_sampling_in_blocks_of_logits_matches_one_program_per_row(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 4
     logits = randn(rows, vocabulary) * 3
-    logits[1] = logits[1].sort().values  # every block has a higher peak
+    logits[1] = logits[1].sort().values  # the maximum increases from block to block
     logits[2, 4000:-1] = float("-inf")
-    logits[3, 7] = logits[3, 4096] = 40.0  # the first of equals
+    logits[3, 7] = logits[3, 4096] = 40.0  # a tie: the first one is chosen
     keys = torch.arange(rows, device=DEVICE)
     inverse = torch.tensor([1.0, 1 / 0.7, 1.0, 0.5], device=DEVICE)
     greedy = torch.tensor([False, False, False, True], device=DEVICE)
     stops = torch.full((rows, 2), -1, device=DEVICE)
     results = []
-    for few in (sampling.FEW, 0):
-        monkeypatch.setattr(sampling, "FEW", few)
+    for limit in (sampling.FEW, 0):
+        monkeypatch.setattr(sampling, "FEW", limit)
         state = (
             *(torch.full((rows,), n, device=DEVICE) for n in (3, 10, 0, 9)),
             torch.ones(rows, device=DEVICE).bool(),
         )
-        numbers, chances = (
+        token_ids, logprobs = (
             torch.zeros(1, rows, dtype=torch.int64, device=DEVICE),
             torch.zeros(3, 1, rows, device=DEVICE),
         )
-        outputs = (numbers, chances[0], chances[1], torch.zeros(1, rows, dtype=torch.bool, device=DEVICE), chances[2])
+        outputs = (
+            token_ids,
+            logprobs[0],
+            logprobs[1],
+            torch.zeros(1, rows, dtype=torch.bool, device=DEVICE),
+            logprobs[2],
+        )
         kernels.sample(
             logits, keys, inverse, greedy, state, stops, torch.zeros((), dtype=torch.int64, device=DEVICE), outputs
         )
         results.append([*state, *outputs])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert results[0][5][0, 3] == 7
-    assert torch.isfinite(chances).all()
+    assert torch.isfinite(logprobs).all()
 
 
 OPTIONS = [
@@ -501,14 +509,14 @@ OPTIONS = [
 
 @pytest.mark.parametrize("vocabulary", [203, 1003, 50_000] if GPU else [203])
 @pytest.mark.parametrize("spread", [0.05, 3.0])
-def test_truncated_draws_are_those_of_the_sampler_of_the_cpu(vocabulary: int, spread: float) -> None:
-    """Flat rows, whose cuts lie deep, and peaked ones."""
-    options = OPTIONS if GPU else OPTIONS[:6]  # interpreted, a deep cut takes seconds
+def test_truncated_sampling_matches_the_cpu_sampler(vocabulary: int, spread: float) -> None:
+    """Flat rows, which keep many tokens, and peaked rows."""
+    options = OPTIONS if GPU else OPTIONS[:6]  # in the interpreter, keeping many tokens takes seconds
     _truncated(vocabulary, options, randn(len(options), vocabulary) * spread)
 
 
 @pytest.mark.parametrize("top_k", [5, 90] if GPU else [5])
-def test_of_equal_logits_the_lower_token_ids_stay(top_k: int) -> None:
+def test_ties_at_the_truncation_cut_keep_the_lower_token_ids(top_k: int) -> None:
     logits = torch.zeros(4, 203, device=DEVICE)
     logits[1, ::3] = 1.0
     logits[2] = float("-inf")
@@ -519,15 +527,13 @@ def test_of_equal_logits_the_lower_token_ids_stay(top_k: int) -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-def test_these_ran_on_the_gpu() -> None:
+def test_kernels_ran_on_the_gpu_and_not_in_the_interpreter() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", f"{sys.executable} in {Path.cwd()} is interpreting"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inner"), [(16, 96), (40, 1200), (100, 513), (150, 70)])
-def test_a_product_in_a_fixed_order_gives_a_row_the_same_bits_beside_any_others(
-    dtype: torch.dtype, columns: int, inner: int
-) -> None:
+def test_fixed_order_matmul_rows_are_bit_identical_in_any_batch(dtype: torch.dtype, columns: int, inner: int) -> None:
     x, weight, bias = randn(70, inner, dtype=dtype), randn(columns, inner, dtype=dtype), randn(columns, dtype=dtype)
     many = product_kernel.fixed_order_product(x, weight, bias)
     close(many / inner**0.5, torch.nn.functional.linear(x.float(), weight.float(), bias.float()) / inner**0.5)
@@ -536,7 +542,7 @@ def test_a_product_in_a_fixed_order_gives_a_row_the_same_bits_beside_any_others(
 
 
 @pytest.mark.parametrize(("columns", "inner", "rows"), [(16, 96, 1), (40, 1200, 16), (2100, 300, 40), (150, 70, 64)])
-def test_a_product_of_few_rows_gives_a_row_the_same_bits_beside_any_others(columns: int, inner: int, rows: int) -> None:
+def test_few_row_matmul_rows_are_bit_identical_in_any_batch(columns: int, inner: int, rows: int) -> None:
     x, weight, bias = randn(rows, inner, dtype=HALF), randn(columns, inner, dtype=HALF), randn(columns, dtype=HALF)
     for added in (None, bias):
         few = product_kernel.few_rows_product(x, weight, added)
@@ -547,9 +553,7 @@ def test_a_product_of_few_rows_gives_a_row_the_same_bits_beside_any_others(colum
 
 
 @pytest.mark.parametrize(("inner", "widths", "rows"), [(96, (40, 16, 70), 3), (300, (33, 130), 64), (520, (90,), 20)])
-def test_products_of_few_rows_in_one_launch_are_those_of_each_weight(
-    inner: int, widths: tuple[int, ...], rows: int
-) -> None:
+def test_few_row_matmuls_in_one_launch_match_each_weight_alone(inner: int, widths: tuple[int, ...], rows: int) -> None:
     x = randn(rows, inner, dtype=HALF)
     weights, biases = ([randn(*shape, dtype=HALF) for shape in shapes] for shapes in
                        ([(width, inner) for width in widths], [(width,) for width in widths]))  # fmt: skip
@@ -564,16 +568,18 @@ def test_products_of_few_rows_in_one_launch_are_those_of_each_weight(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_queries_and_keys_in_one_launch_have_their_bits(dtype: torch.dtype) -> None:
+def test_query_and_key_norms_in_one_launch_are_bit_identical_to_separate_norms(dtype: torch.dtype) -> None:
     query, key = randn(5, 6, 80, dtype=dtype), randn(5, 2, 80, dtype=dtype)
     weights = randn(80, dtype=dtype), randn(80, dtype=dtype)
-    both = kernels.rms_norm_both((query, key), weights, (1e-5, 1e-6))
-    assert torch.equal(both[0], kernels.rms_norm(query, weights[0], 1e-5))
-    assert torch.equal(both[1], kernels.rms_norm(key, weights[1], 1e-6))
+    normed = kernels.rms_norm_both((query, key), weights, (1e-5, 1e-6))
+    assert torch.equal(normed[0], kernels.rms_norm(query, weights[0], 1e-5))
+    assert torch.equal(normed[1], kernels.rms_norm(key, weights[1], 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_many_short_rows_have_the_bits_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_of_many_short_rows_are_bit_identical_to_few_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weight = randn(35, 80, dtype=dtype), randn(80, dtype=dtype)
     few = kernels.rms_norm(x, weight, 1e-5)
     monkeypatch.setattr(pointwise, "MANY_ROWS", len(x))

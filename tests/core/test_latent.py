@@ -1,6 +1,5 @@
-"""Latents of MLA models: what is cached, what is computed, and that other code is unaffected. Equality with
-transformers over all ways of running a model, and bits, are tested as for every family (test_equality.py,
-test_exact.py, test_families.py)."""
+"""Latent KV of MLA models: what is cached and computed, and that other code is unaffected. Equality with transformers
+and bit-identity are tested as for every family (test_equality.py, test_exact.py, test_families.py)."""
 
 from __future__ import annotations
 
@@ -39,34 +38,34 @@ def layers_of(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_recognised_by_what_its_class_computes(family: str) -> None:
-    made = {case.name: case for case in families.cases() if case.kind != "multimodal"}[family]
+def test_latent_attention_of_every_family_is_recognised(family: str) -> None:
+    case_of_family = {case.name: case for case in families.cases() if case.kind != "multimodal"}[family]
     with torch.device("meta"):
-        module = families.MAPPINGS[made.kind][0].from_config(families.tiny_config(made))
+        module = families.MAPPINGS[case_of_family.kind][0].from_config(families.tiny_config(case_of_family))
     parts = layers_of(module)
     assert parts
     latent.pack_latents(module)
     assert all(part.expand_kv.__func__ is latent._kept for part in parts)
 
 
-def test_a_class_that_expands_otherwise_keeps_its_own_way() -> None:
-    own = layers_of(tiny.model("deepseek_v3"))[0]
+def test_modified_expand_kv_is_not_replaced() -> None:
+    layer = layers_of(tiny.model("deepseek_v3"))[0]
 
-    class Swapped(type(own)):  # type: ignore[misc]
+    class Swapped(type(layer)):  # type: ignore[misc]
         def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             keys, values = super().expand_kv(kv_nope, k_rot)
             return keys.flip(1), values
 
-    class Needy(type(own)):  # type: ignore[misc]
+    class Needy(type(layer)):  # type: ignore[misc]
         def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return super().expand_kv(kv_nope * self.another_scale, k_rot)  # type: ignore[no-any-return]
 
-    assert [latent._expands(kind) for kind in (type(own), Swapped, Needy)] == [True, False, False]
+    assert [latent._expands(kind) for kind in (type(layer), Swapped, Needy)] == [True, False, False]
     biased = SimpleNamespace(bias=torch.zeros(4), weight=torch.zeros(4, 3))
     assert not latent._absorbs(biased)
 
 
-def test_a_token_of_the_v2_lite_shape_takes_576_numbers_a_layer() -> None:
+def test_token_of_the_v2_lite_shape_caches_576_numbers_per_layer() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
     config = DeepseekV2Config(
         **sizes, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None,
@@ -77,11 +76,11 @@ def test_a_token_of_the_v2_lite_shape_takes_576_numbers_a_layer() -> None:
     module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     engine = Engine(module, kv_bytes=64 * 2 * 4 * 576)
     assert engine.decoder.layers == (LayerShape(1, 576, 0),) * 2
-    assert engine.decoder.token_bytes() == 2 * 576 * 4  # and not 2 * 16 * (192 + 128) * 4
+    assert engine.decoder.token_bytes() == 2 * 576 * 4  # instead of 2 * 16 * (192 + 128) * 4
     assert engine.stats().blocks_total == 64 // engine.backend.block_size
     ids = [[3 + (5 * i + j * j) % 60 for j in range(6 + 4 * i)] for i in range(3)]
-    for got, own in zip(engine.logprobs(ids, cache=True), ids, strict=True):
-        np.testing.assert_allclose(got, tiny.plain_logprobs(module, own), atol=1e-4, rtol=0)
+    for actual, sequence in zip(engine.logprobs(ids, cache=True), ids, strict=True):
+        np.testing.assert_allclose(actual, tiny.plain_logprobs(module, sequence), atol=1e-4, rtol=0)
     cache = engine.backend.cache
     assert sum(layer.nbytes for layer in (*cache.keys, *cache.values)) == 64 * 2 * 4 * 576
 
@@ -97,12 +96,12 @@ def gradients(module: nn.Module, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradients_are_those_of_the_module_alone(shared: bool) -> None:
+def test_gradients_match_the_plain_module(shared: bool) -> None:
     module = tiny.model("deepseek_v3")
     ids = [[*IDS[4][:9], *part] for part in IDS] if shared else IDS
-    own = copy.deepcopy(module)
+    plain = copy.deepcopy(module)
     expected = gradients(
-        own, torch.cat([own.model(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[0] for s in ids])
+        plain, torch.cat([plain.model(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[0] for s in ids])
     )
     use_packed_attention(module)
     ids = ids if not shared else sorted(ids)
@@ -112,36 +111,38 @@ def test_gradients_are_those_of_the_module_alone(shared: bool) -> None:
         if packed is not None:
             order = [ids.index(s) for s in [[*IDS[4][:9], *part] for part in IDS]]
             rows = torch.cat([rows[torch.from_numpy(packed.rows[i])] for i in order])
-        ours = gradients(module, rows)
-        assert ours.keys() == expected.keys()
-        for name, grad in ours.items():
+        actual = gradients(module, rows)
+        assert actual.keys() == expected.keys()
+        for name, grad in actual.items():
             assert (grad - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
 
 
 @pytest.mark.slow
-def test_an_adapter_on_the_matrix_that_is_absorbed() -> None:
+def test_adapter_on_the_absorbed_matrix_is_applied_and_trained() -> None:
     module = tiny.model("deepseek_v3")
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["kv_b_proj", "q_b_proj"], init_lora_weights=False)
     model: Any = get_peft_model(module, config).eval()
     engine, plain = Engine(model), model.get_base_model()
     assert engine.decoder.layers[0] == LayerShape(1, 32, 0)
-    for got, ids in zip(engine.logprobs(IDS, cache=True), IDS, strict=True):
-        np.testing.assert_allclose(got, tiny.plain_logprobs(plain, ids), atol=1e-4, rtol=0)
-    found = [list(s.token_ids) for s in engine.generate(IDS, GREEDY)]
-    assert found == [tiny.plain_greedy(plain, ids, 30) for ids in IDS]
+    for actual, ids in zip(engine.logprobs(IDS, cache=True), IDS, strict=True):
+        np.testing.assert_allclose(actual, tiny.plain_logprobs(plain, ids), atol=1e-4, rtol=0)
+    tokens = [list(s.token_ids) for s in engine.generate(IDS, GREEDY)]
+    assert tokens == [tiny.plain_greedy(plain, ids, 30) for ids in IDS]
     packed = pack(IDS, lone=False)
-    ours = gradients(plain, hidden_rows(plain, packed))
+    actual_gradients = gradients(plain, hidden_rows(plain, packed))
     plain.set_attn_implementation("eager")
-    own = torch.cat([plain.model(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[0] for s in IDS])
-    expected = gradients(plain, own)
-    assert any("kv_b_proj.lora_A" in name for name in ours)
-    for name, grad in ours.items():
+    plain_rows = torch.cat(
+        [plain.model(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[0] for s in IDS]
+    )
+    expected = gradients(plain, plain_rows)
+    assert any("kv_b_proj.lora_A" in name for name in actual_gradients)
+    for name, grad in actual_gradients.items():
         assert (grad - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
 
 
-def test_dropout_of_an_adapter_is_the_modules_own() -> None:
-    """It is drawn for every token, which a matrix cannot do: a learner attends to expanded keys then."""
+def test_adapter_with_dropout_is_not_absorbed_in_training_mode() -> None:
+    """Dropout differs per token, which a merged matrix cannot express, so training then uses expanded keys."""
     module = tiny.model("deepseek_v3")
     config = LoraConfig(r=4, target_modules=["kv_b_proj"], lora_dropout=0.5)
     part = layers_of(get_peft_model(module, config).get_base_model())[0]  # type: ignore[arg-type]
@@ -150,7 +151,9 @@ def test_dropout_of_an_adapter_is_the_modules_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workspace", [2**26, 0])
-def test_decoding_in_short_windows_and_from_blocks(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_in_short_windows_and_from_blocks_matches_transformers(
+    workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
     monkeypatch.setattr(cpu_decode, "STEPS", 8)
     module = tiny.model("deepseek_v3")
@@ -159,19 +162,19 @@ def test_decoding_in_short_windows_and_from_blocks(workspace: int, monkeypatch: 
     assert [list(s.token_ids) for s in engine.generate(IDS, GREEDY)] == expected
 
 
-def test_the_module_is_itself_again_with_another_attention() -> None:
+def test_module_works_unchanged_with_another_attention_implementation() -> None:
     module = tiny.model("deepseek_v3")
     Engine(module).logprobs(IDS)
     other = copy.deepcopy(module)
     assert layers_of(other)[0].expand_kv.__self__ is layers_of(other)[0]
-    for each in (module, other):
-        each.set_attn_implementation("sdpa")  # type: ignore[operator]
+    for copied in (module, other):
+        copied.set_attn_implementation("sdpa")  # type: ignore[operator]
         with torch.no_grad():
-            logits = each(input_ids=torch.tensor([IDS[4]])).logits[0]
-        torch.testing.assert_close(logits, tiny.plain(each, IDS[4]), atol=1e-4, rtol=1e-4)
+            logits = copied(input_ids=torch.tensor([IDS[4]])).logits[0]
+        torch.testing.assert_close(logits, tiny.plain(copied, IDS[4]), atol=1e-4, rtol=1e-4)
 
 
-# The kernels. Without a GPU they run in Triton's interpreter.
+# Kernels. Without a GPU they run in Triton's interpreter.
 
 kernels = pytest.importorskip("plaudit.core.kernels")
 
@@ -187,9 +190,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 3e-5 if found.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 3e-5 if actual.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -197,12 +200,12 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_heads_product(rows: int, dtype: torch.dtype) -> None:
     x, weight = randn(rows, 3, 40, dtype=dtype)[..., :24], randn(3, 30, 72, dtype=dtype)
     for matrices in (weight[:, :24], weight[:, :24].transpose(1, 2).contiguous().transpose(1, 2)):
-        found = kernels.heads_product(x, matrices)
-        close(found, torch.einsum("thi,hio->tho", x.float(), matrices.float()).to(dtype))
+        actual = kernels.heads_product(x, matrices)
+        close(actual, torch.einsum("thi,hio->tho", x.float(), matrices.float()).to(dtype))
 
 
 def attended(query: torch.Tensor, rows: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(H, R) of one query (H, D) over rows (n, D), and the log of its sum of exponentials."""
+    """The output (H, R) of one query (H, D) over rows (n, D), and the logsumexp of its scores."""
     scores = query.float() @ rows.float().T * scale
     return scores.softmax(-1) @ rows[:, :rank].float(), scores.logsumexp(-1)
 
@@ -222,62 +225,62 @@ def test_latent_attention_of_a_decode_step(
     slots = [[int(tables[i, n // 64]) * 64 + n % 64 for n in range(length)] for i, length in enumerate(lengths)]
     used[[slot for row in slots for slot in row]] = True
     rows[~used.to(DEVICE)] = float("nan")
-    found = kernels.latent_attention(query, rows, rank, positions, scale=0.3, tables=tables, size=64, splits=splits)
-    for i, at in enumerate(slots):
-        close(found[i], attended(query[i], rows[at, 0], rank, 0.3)[0].to(dtype))
+    actual = kernels.latent_attention(query, rows, rank, positions, scale=0.3, tables=tables, size=64, splits=splits)
+    for i, row_slots in enumerate(slots):
+        close(actual[i], attended(query[i], rows[row_slots, 0], rank, 0.3)[0].to(dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(
+def test_latent_attention_of_prefill_is_bit_identical_to_decode(
     scattered: bool, tiled: bool, dtype: torch.dtype
 ) -> None:
     lengths, rank, width = [5, 1, 20], 24, 32
     rows = randn(64, 1, width, dtype=dtype)
     places = torch.randperm(64, device=DEVICE)[:26] if scattered else torch.arange(26, device=DEVICE)
     query, sums = randn(26, 4, width, dtype=dtype), torch.empty(4, 26, device=DEVICE)
-    begins = [0, 5, 6]
-    starts = torch.tensor([b for b, n in zip(begins, lengths, strict=True) for _ in range(n)], device=DEVICE).int()
+    offsets = [0, 5, 6]
+    starts = torch.tensor([b for b, n in zip(offsets, lengths, strict=True) for _ in range(n)], device=DEVICE).int()
     positions = torch.tensor([i for n in lengths for i in range(n)], device=DEVICE).int()
-    found = kernels.latent_attention(
+    actual = kernels.latent_attention(
         query, rows, rank, positions, scale=0.3, starts=starts, places=places if scattered else None,
         tiles=torch.from_numpy(kernels.latent_tiles(lengths)).to(DEVICE) if tiled else None, sums=sums,
     )  # fmt: skip
     for i, (start, position) in enumerate(zip(starts.tolist(), positions.tolist(), strict=True)):
         out, log = attended(query[i], rows[places[start : start + position + 1], 0], rank, 0.3)
-        close(found[i], out.to(dtype))
+        close(actual[i], out.to(dtype))
         torch.testing.assert_close(sums[:, i], log, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
-    block = torch.nn.functional.pad(rows[places[6:]], (0, 0, 0, 0, 64, 44), value=float("nan"))  # the second of two
+    block = torch.nn.functional.pad(rows[places[6:]], (0, 0, 0, 0, 64, 44), value=float("nan"))  # second of two blocks
     tables = torch.ones(20, 1, dtype=torch.int32, device=DEVICE)
     decoded = kernels.latent_attention(
         query[6:], block, rank, positions[6:], scale=0.3, tables=tables, size=64, splits=2
     )  # fmt: skip
-    assert torch.equal(found[6:], decoded)
+    assert torch.equal(actual[6:], decoded)
 
 
-def test_tiles_are_rows_of_one_sequence_those_furthest_in_first() -> None:
+def test_latent_tiles_hold_rows_of_one_sequence_and_start_with_the_last_rows() -> None:
     tiles = kernels.latent_tiles([5, 1, 9]).tolist()
     assert tiles == [[14, 1], [4, 1], [10, 4], [0, 4], [5, 1], [6, 4]]
 
 
 class Blocks(PagedBackend):
-    """The cache alone: the trunk is called by hand."""
+    """Only the KV cache: the test calls the trunk directly."""
 
     block_size = 64
     rows = forward = decode = None  # type: ignore[assignment]
 
 
 @pytest.mark.slow
-def test_the_layouts_of_a_gpu_give_the_rows_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, its wanted rows, a prompt that goes on from the cache, and a token more of each."""
-    monkeypatch.setattr(varlen, "HALF", (torch.float32,))  # on a GPU half precision is what takes the kernels
+def test_gpu_layouts_match_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, selected rows, a prompt continued from the cache, and one decoded token each."""
+    monkeypatch.setattr(varlen, "HALF", (torch.float32,))  # on a GPU the kernels are used for half precision
     decoder = inspect(tiny.model("deepseek_v3").to(DEVICE))
-    ids, kept = [s[:9] for s in IDS[:3]], LayerShape(1, 32, 0)
-    assert decoder.layers == (kept, kept)
+    ids, shape = [s[:9] for s in IDS[:3]], LayerShape(1, 32, 0)
+    assert decoder.layers == (shape, shape)
     with torch.inference_mode():
-        whole = [torch.cat([decoder.trunk(input_ids=torch.tensor([s], device=DEVICE), use_cache=False,
+        expected_rows = [torch.cat([decoder.trunk(input_ids=torch.tensor([s], device=DEVICE), use_cache=False,
                  layout=pack([s], DEVICE).layout).last_hidden_state[0]]) for s in ids]  # fmt: skip
         backend = Blocks(decoder)
         backend.open(9)
@@ -299,5 +302,5 @@ def test_the_layouts_of_a_gpu_give_the_rows_of_the_module(monkeypatch: pytest.Mo
         positions = torch.full((3,), length - 1, device=DEVICE)
         decoding = DecodeLayout(backend.cache, backend.block_size, tables.to(DEVICE), positions, splits=2)
         rows = torch.cat([rows, decoder.hidden(tokens[None], positions[None], decoding)[:, None]], 1)
-        for got, expected in zip(rows, whole, strict=True):
-            torch.testing.assert_close(got, expected[:length], rtol=1e-4, atol=1e-4)
+        for actual, expected in zip(rows, expected_rows, strict=True):
+            torch.testing.assert_close(actual, expected[:length], rtol=1e-4, atol=1e-4)

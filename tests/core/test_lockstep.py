@@ -33,36 +33,36 @@ def run_ranks(out: Path, device: str, size: int, *worlds: int, cases: Iterable[s
     for stages in worlds:
         (out / str(stages)).mkdir()
     command = ["-m", "tests.core.rank_engine"]
-    words = [str(size), str(out / "store"), str(out), device, " ".join(cases), *map(str, worlds)]
-    run_all([[*command, str(rank), *words] for rank in range(size)], out, [{}] * size)
+    arguments = [str(size), str(out / "store"), str(out), device, " ".join(cases), *map(str, worlds)]
+    run_all([[*command, str(rank), *arguments] for rank in range(size)], out, [{}] * size)
     return out
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stages", [1, 2])
-def test_two_ranks_give_what_one_gives(case: str, stages: int, on_two: Path) -> None:
+def test_two_ranks_match_one(case: str, stages: int, on_two: Path) -> None:
     check(on_two / str(stages), case)
 
 
 @pytest.mark.slow
-def test_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+def test_four_ranks_in_two_stages_match_one(tmp_path: Path) -> None:
     run_ranks(tmp_path, "cpu", 4, 2)
     for case in CASES:
         check(tmp_path / "2", case)
 
 
 @pytest.mark.parametrize("case", mostly_slow(MIXED))
-def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(case: str, tmp_path: Path) -> None:
-    """And log-probs as plain transformers computes them."""
+def test_two_ranks_with_half_of_the_experts_each_match_one(case: str, tmp_path: Path) -> None:
+    """Log-probs also match plain transformers."""
     run_ranks(tmp_path, "cpu", 2, 1, cases=[case])
     check(tmp_path / "1", case)
-    found = load_file(tmp_path / "1" / f"{case}.safetensors")
+    results = load_file(tmp_path / "1" / f"{case}.safetensors")
     expected = [plain_logprobs(module(case), ids) for ids in scored(VOCAB)]
-    assert np.abs(found["logprobs"] - np.concatenate(expected)).max() < 1e-4
+    assert np.abs(results["logprobs"] - np.concatenate(expected)).max() < 1e-4
 
 
 @pytest.mark.slow
-def test_mixtures_over_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+def test_mixtures_over_four_ranks_in_two_stages_match_one(tmp_path: Path) -> None:
     staged = [case for case in MIXED if module(case).config.base_model_pp_plan]
     cases = [case for number, case in enumerate(staged) if in_turn(number, 3)]
     run_ranks(tmp_path, "cpu", 4, 2, cases=cases)
@@ -71,8 +71,8 @@ def test_mixtures_over_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_share_a_key_value_head_have_a_copy_of_it(size: int) -> None:
-    """And nothing else is on several ranks: the other matrices are in as many parts as there are ranks."""
+def test_ranks_sharing_a_key_value_head_each_hold_a_copy(size: int) -> None:
+    """Nothing else is replicated: every other matrix is split into as many parts as there are ranks."""
     base = trunk(model("one_key"))
     cuts: dict[str, set[Any]] = {}
     for matrix in split_parts(base, size):
@@ -82,7 +82,7 @@ def test_ranks_that_share_a_key_value_head_have_a_copy_of_it(size: int) -> None:
     assert {len(parts) for parts in cuts.values()} == {size}
 
 
-def test_what_ranks_that_outnumber_key_value_heads_cannot_share_is_refused() -> None:
+def test_fused_qkv_with_more_ranks_than_key_value_heads_is_rejected() -> None:
     config = GPTNeoXConfig(**SIZES)
     config.num_key_value_heads = 1
     with pytest.raises(ModelError, match=r"lacks the matrices k_proj and v_proj .*: set tensor_parallel to 1 or fewer"):
@@ -90,36 +90,36 @@ def test_what_ranks_that_outnumber_key_value_heads_cannot_share_is_refused() -> 
 
 
 def check(out: Path, case: str) -> None:
-    whole = module(case)
-    expected = answers(Engine(whole, kv_bytes=4 << 20), case)
-    found = load_file(out / f"{case}.safetensors")
-    if "logprobs" in found:
-        plainly = np.concatenate([plain_logprobs(whole, ids) for ids in scored(whole.config.vocab_size)])
-        assert np.abs(found["logprobs"] - plainly).max() < 1e-4
-    assert found.keys() == expected.keys()
+    full_model = module(case)
+    expected = answers(Engine(full_model, kv_bytes=4 << 20), case)
+    actual = load_file(out / f"{case}.safetensors")
+    if "logprobs" in actual:
+        plain = np.concatenate([plain_logprobs(full_model, ids) for ids in scored(full_model.config.vocab_size)])
+        assert np.abs(actual["logprobs"] - plain).max() < 1e-4
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
         if name == "tokens":
-            assert found[name].tolist() == values.tolist()
+            assert actual[name].tolist() == values.tolist()
         else:
-            assert np.abs(found[name] - values).max() < 1e-5, name
+            assert np.abs(actual[name] - values).max() < 1e-5, name
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_two_ranks_on_one_gpu_give_what_one_process_gives(tmp_path: Path) -> None:
-    """gloo adds up what lies on the GPU, and carries it from stage to stage; NCCL would want a GPU for each."""
+def test_two_ranks_on_one_gpu_match_one_process(tmp_path: Path) -> None:
+    """gloo reduces GPU tensors and sends them between stages; NCCL would need one GPU per rank."""
     run_ranks(tmp_path, "cuda:0", 2, 1, 2)
     for case in CASES:
         expected = answers(Engine(module(case).to("cuda:0"), kv_bytes=4 << 20), case)
         for stages in (1, 2):
-            found = load_file(tmp_path / str(stages) / f"{case}.safetensors")
+            actual = load_file(tmp_path / str(stages) / f"{case}.safetensors")
             for name, values in expected.items():
                 if name in ("tokens", "drawn"):
-                    continue  # a tie may fall the other way
-                assert np.abs(found[name] - values).max() < 1e-4, (case, name)
+                    continue  # ties may be resolved differently
+                assert np.abs(actual[name] - values).max() < 1e-4, (case, name)
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
+def test_indivisible_heads_are_rejected_with_the_equation() -> None:
     uneven = LlamaForCausalLM(
         LlamaConfig(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, num_key_value_heads=3)
     )
@@ -134,14 +134,14 @@ def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
         list(split_parts(trunk(model("olmo2")), 2))
 
 
-def test_a_step_comes_out_of_its_message_as_it_went_in() -> None:
+def test_step_message_round_trips() -> None:
     spans = [Span([5, 6, 7], 16, [3, 9], [2]), Span([8], 0, [4], []), Span([1, 2], 3, [0], [0, 1])]
     copies = [Copy(1, 2, 0, 7), Copy(9, 3, 4, 2)]
-    for given in (copies, []):
-        parts = packed_spans(spans, given)
-        found = [
+    for sent_copies in (copies, []):
+        parts = packed_spans(spans, sent_copies)
+        received = [
             Span(s.tokens.tolist(), s.start, s.blocks.tolist(), s.wanted.tolist())  # type: ignore[union-attr]
             for s in unpacked_spans(parts)
         ]
-        assert found == spans
-        assert unpacked_copies(parts) == given
+        assert received == spans
+        assert unpacked_copies(parts) == sent_copies

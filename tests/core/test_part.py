@@ -1,4 +1,4 @@
-"""A rank reads only its shard of a model from the files: the same numbers as when sharding the whole model."""
+"""A rank reads only its shard of a model from the files, with the same numbers as when sharding the full model."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ def saved(module: Any, directory: Path, **options: Any) -> Path:
     return directory
 
 
-def part(directory: Path, place: RankPosition, dtype: str = "float32") -> tuple[nn.Module, dict[str, Any], set[str]]:
-    whole = outline(directory, dtype)
-    module = deepcopy(whole.module)
-    cuts = keep_part(module, place)
-    fill(module, whole.read, cuts, "cpu")
-    return module, cuts, {file.name for file in whole.files(module)}
+def part(directory: Path, position: RankPosition, dtype: str = "float32") -> tuple[nn.Module, dict[str, Any], set[str]]:
+    full = outline(directory, dtype)
+    module = deepcopy(full.module)
+    cuts = keep_part(module, position)
+    fill(module, full.read, cuts, "cpu")
+    return module, cuts, {file.name for file in full.files(module)}
 
 
 def check_parts(directory: Path, sizes: tuple[int, int], dtype: str = "float32") -> None:
-    """Every tensor of a part is cut from the whole; together the parts are the whole."""
-    whole = load_any(directory, dtype=dtype).module
-    expected = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
-    kept: dict[str, int] = dict.fromkeys(whole.state_dict(), 0)
+    """Every tensor of a part is a slice of the full model; together the parts cover it."""
+    full = load_any(directory, dtype=dtype).module
+    expected = {**dict(full.named_parameters(remove_duplicate=False)), **dict(full.named_buffers())}
+    covered: dict[str, int] = dict.fromkeys(full.state_dict(), 0)
     for rank in range(sizes[0] * sizes[1]):
         module, cuts, _ = part(directory, RankPosition(rank, *sizes), dtype)
-        found = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        for name, tensor in found.items():
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        for name, tensor in tensors.items():
             cut = cuts.get(name)
             assert torch.equal(tensor, expected[name] if cut is None else cut.of(expected[name])), name
             assert (tensor.dtype, tensor.is_contiguous()) == (expected[name].dtype, True)
-            if name in kept:
-                kept[name] += tensor.numel() if cut is not None else expected[name].numel()
-    for name, numbers in kept.items():
-        assert numbers >= expected[name].numel(), name
-        assert numbers % expected[name].numel() == 0
+            if name in covered:
+                covered[name] += tensor.numel() if cut is not None else expected[name].numel()
+    for name, count in covered.items():
+        assert count >= expected[name].numel(), name
+        assert count % expected[name].numel() == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
-def test_parts_are_cut_from_the_whole(family: str, tmp_path: Path) -> None:
+def test_parts_equal_slices_of_the_full_model(family: str, tmp_path: Path) -> None:
     saved(model(family), tmp_path)
     for sizes in ((2, 1), (1, 2), (2, 2)):
         check_parts(tmp_path, sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_heads_types_and_shards(dtype: str, tmp_path: Path) -> None:
+def test_parts_of_other_heads_dtypes_and_sharded_files(dtype: str, tmp_path: Path) -> None:
     check_parts(saved(model("llama", "sequence"), tmp_path / "a", max_shard_size="8KB"), (2, 2), dtype)
     check_parts(saved(model("qwen2", "token", torch.bfloat16), tmp_path / "b"), (2, 2), dtype)
     check_parts(saved(made("llama-values"), tmp_path / "c"), (2, 2), dtype)
@@ -75,32 +75,32 @@ def test_other_heads_types_and_shards(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_experts_that_files_have_one_by_one_are_read_in_part(family: str, tmp_path: Path) -> None:
-    """Of all experts of a layer, which the module has in one tensor: some of them, some of their rows and columns."""
+def test_experts_stored_as_separate_tensors_are_read_in_part(family: str, tmp_path: Path) -> None:
+    """The module stacks all experts of a layer in one tensor; slices of experts, rows and columns are read from it."""
     saved(mixture(family), tmp_path, max_shard_size="40KB")
-    seen, whole = outline(tmp_path), load_any(tmp_path).module
-    assert seen.readable
-    assert not seen.plain
-    names = [name for name, at in seen.stored.items() if isinstance(at, Stacked)]
+    files, full = outline(tmp_path), load_any(tmp_path).module
+    assert files.readable
+    assert not files.plain
+    names = [name for name, source in files.stored.items() if isinstance(source, Stacked)]
     assert {name.rpartition(".")[2] for name in names} == {"gate_up_proj", "down_proj"}
-    assert {name for name in whole.state_dict() if ".experts." in name} == set(names)
-    for name, tensor in whole.state_dict().items():
-        at = seen.stored[name]
-        assert torch.equal(at.read(), tensor), name
+    assert {name for name in full.state_dict() if ".experts." in name} == set(names)
+    for name, tensor in full.state_dict().items():
+        source = files.stored[name]
+        assert torch.equal(source.read(), tensor), name
         if name not in names:
             continue
-        assert at.shape == tensor.shape
+        assert source.shape == tensor.shape
         for cuts in ((Cut(0, 1, 3),), (Cut(0, 2, 4), Cut(0, 1, 2)), (Cut(1, 5, 40), Cut(2, 3, 9)), (Cut(0, 2, 2),)):
             part = tensor
             for cut in cuts:
                 part = cut.of(part)
-            assert torch.equal(at.read(*cuts), part), (name, cuts)
+            assert torch.equal(source.read(*cuts), part), (name, cuts)
     for sizes in ((1, 2), (2, 1), (2, 2)):
         check_parts(tmp_path, sizes)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe", "olmoe"])
-def test_whole_experts_sinks_and_norms_over_all_heads_are_read_in_part(family: str, tmp_path: Path) -> None:
+def test_fused_experts_sinks_and_full_width_norms_are_read_in_part(family: str, tmp_path: Path) -> None:
     check_parts(saved(mixture(family), tmp_path), (2, 1))
 
 
@@ -115,7 +115,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     assert "embed_tokens" not in " ".join(second.state_dict())
 
 
-def test_a_stage_reads_the_files_of_its_layers(tmp_path: Path) -> None:
+def test_stage_reads_only_the_files_of_its_layers(tmp_path: Path) -> None:
     saved(model("llama"), tmp_path, max_shard_size="8KB")
     files = {file.name for file in tmp_path.glob("*.safetensors")}
     first, second = (part(tmp_path, RankPosition(rank, 1, 2))[2] for rank in (0, 1))
@@ -123,14 +123,14 @@ def test_a_stage_reads_the_files_of_its_layers(tmp_path: Path) -> None:
     assert len(first & second) < len(files) / 2
 
 
-def test_layers_are_divided_and_too_many_stages_refused_with_the_equation() -> None:
+def test_layers_are_divided_and_too_many_stages_are_rejected_with_the_equation() -> None:
     assert [list(RankPosition(rank, 1, 3).layers(7)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [RankPosition(rank, 2, 2).layers(3) for rank in range(4)] == [range(2), range(2), range(2, 3), range(2, 3)]
     with pytest.raises(ModelError, match=r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0\.666667"):
         keep_part(model("llama").to("meta"), RankPosition(0, 1, 3))
 
 
-def test_a_trunk_without_a_plan_is_refused() -> None:
+def test_trunk_without_a_pipeline_plan_is_rejected() -> None:
     module = model("llama").to("meta")
     trunk(module).per_layer_inputs = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="has no pipeline plan for its layers"):
@@ -154,16 +154,16 @@ else:
 
 
 @pytest.mark.slow
-def test_a_rank_needs_memory_for_its_part_alone(tmp_path: Path) -> None:
-    """With two thirds of what the whole takes, each half can be loaded, and the whole cannot."""
+def test_rank_needs_memory_only_for_its_part(tmp_path: Path) -> None:
+    """With two thirds of the memory for the full model, each half can be loaded and the full model cannot."""
     config = LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8})
     saved(LlamaForCausalLM(config), tmp_path, max_shard_size="20MB")
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert size > 100 << 20
 
     def loads(rank: int, ranks: int, stages: int) -> bool:
-        numbers = map(str, (size * 2 // 3, rank, ranks, stages))
-        command = [sys.executable, "-c", MEMORY, str(tmp_path), *numbers]
+        arguments = map(str, (size * 2 // 3, rank, ranks, stages))
+        command = [sys.executable, "-c", MEMORY, str(tmp_path), *arguments]
         run = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120, check=False, capture_output=True
         )

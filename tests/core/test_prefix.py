@@ -1,4 +1,4 @@
-"""The prefix tree against a reference implementation: a plain set of token lists."""
+"""The prefix tree against a reference: a plain set of token lists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SIZE = 4
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
-def enter(tree: PrefixTree, tokens: list[int], key: str = "v0") -> Chain[Node]:
-    """What the scheduler and the runner do for one sequence: share, fill up, enter, let go."""
+def insert(tree: PrefixTree, tokens: list[int], key: str = "v0") -> Chain[Node]:
+    """What the scheduler and the runner do for one sequence: share blocks, allocate the rest, insert into the tree."""
     match = tree.match(key, tokens, len(tokens))
     chain: Chain[Node] = Chain([n.block for n in match.nodes], list(match.nodes))
     for block in chain.blocks:
@@ -29,7 +29,7 @@ def enter(tree: PrefixTree, tokens: list[int], key: str = "v0") -> Chain[Node]:
     return chain
 
 
-def leave(tree: PrefixTree, chain: Chain[Node]) -> None:
+def release(tree: PrefixTree, chain: Chain[Node]) -> None:
     for block in chain.blocks:
         tree.pool.release(block)
     tree.released(chain.nodes)
@@ -42,10 +42,10 @@ def matched(tree: PrefixTree, tokens: list[int], key: str = "v0") -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=12), TOKENS)
-def test_a_match_is_exact_to_the_token(stored: list[list[int]], asked: list[int]) -> None:
+def test_match_is_exact_to_the_token(stored: list[list[int]], asked: list[int]) -> None:
     tree = PrefixTree(BlockPool(100), SIZE)
     for tokens in stored:
-        leave(tree, enter(tree, tokens))
+        release(tree, insert(tree, tokens))
         tree.check()
         tree.pool.check([[n.block for n in tree.nodes()]])
     assert matched(tree, asked) == max(common_prefix(tokens, asked) for tokens in stored)
@@ -54,16 +54,16 @@ def test_a_match_is_exact_to_the_token(stored: list[list[int]], asked: list[int]
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=20))
-def test_eviction_frees_what_nobody_holds_and_nothing_else(stored: list[list[int]]) -> None:
+def test_eviction_frees_exactly_the_unreferenced_blocks(stored: list[list[int]]) -> None:
     tree = PrefixTree(BlockPool(12), SIZE)
-    held = enter(tree, [0, 1, 2, 0, 1])
+    running = insert(tree, [0, 1, 2, 0, 1])
     for tokens in stored:
-        leave(tree, enter(tree, tokens))
+        release(tree, insert(tree, tokens))
         tree.check()
     tree.evict(100)
     assert matched(tree, [0, 1, 2, 0, 1]) == 5
-    tree.pool.check([held.blocks, [n.block for n in tree.nodes()]])
-    leave(tree, held)
+    tree.pool.check([running.blocks, [n.block for n in tree.nodes()]])
+    release(tree, running)
     tree.evict(100)
     assert tree.pool.free == 12
     assert tree.tokens == 0
@@ -71,37 +71,37 @@ def test_eviction_frees_what_nobody_holds_and_nothing_else(stored: list[list[int
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=12), st.data())
-def test_what_is_given_up_goes_as_far_as_no_other_path_needs_it(stored: list[list[int]], data: st.DataObject) -> None:
+def test_free_path_keeps_blocks_shared_with_other_paths(stored: list[list[int]], data: st.DataObject) -> None:
     tree = PrefixTree(BlockPool(200), SIZE)
     places = []
     for tokens in stored:
-        leave(tree, enter(tree, tokens))
+        release(tree, insert(tree, tokens))
         place = tree.pin_path("v0", tokens, len(tokens))
         assert place is not None
         places.append(place)
     order = data.draw(st.permutations(range(len(stored))))
-    for at, given_up in enumerate(order):
+    for step, freed in enumerate(order):
         before = tree.pool.free
-        assert tree.free_path(places[given_up]) == tree.pool.free - before
+        assert tree.free_path(places[freed]) == tree.pool.free - before
         tree.check()
         tree.pool.check([[n.block for n in tree.nodes()]])
-        for kept in order[at + 1 :]:
-            assert matched(tree, stored[kept]) == len(stored[kept])
+        for remaining in order[step + 1 :]:
+            assert matched(tree, stored[remaining]) == len(stored[remaining])
     assert tree.tokens == 0
     assert tree.pool.free == 200
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=12), TOKENS)
-def test_from_its_place_a_path_is_found_as_from_the_root(stored: list[list[int]], more: list[int]) -> None:
+def test_match_from_a_place_equals_match_from_the_root(stored: list[list[int]], more: list[int]) -> None:
     tree = PrefixTree(BlockPool(200), SIZE)
-    chains = [enter(tree, tokens) for tokens in stored]
+    chains = [insert(tree, tokens) for tokens in stored]
     places = [tree.pin_path("v0", t, len(t), chain) for t, chain in zip(stored, chains, strict=True)]
     for tokens, chain, place in zip(stored, chains, places, strict=True):
-        leave(tree, chain)
-        asked = [*tokens, *more]
-        assert tree.match("v0", asked, len(asked), place) == tree.match("v0", asked, len(asked))
-        assert not tree.match("v1", asked, len(asked), place).nodes
+        release(tree, chain)
+        query = [*tokens, *more]
+        assert tree.match("v0", query, len(query), place) == tree.match("v0", query, len(query))
+        assert not tree.match("v1", query, len(query), place).nodes
     tree.evict(200)
     for tokens, place in zip(stored, places, strict=True):
         assert tree.match("v0", tokens, len(tokens), place) == Match([]), "its node has gone"
@@ -109,17 +109,17 @@ def test_from_its_place_a_path_is_found_as_from_the_root(stored: list[list[int]]
         tree.free_path(place)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     tree = PrefixTree(BlockPool(4), SIZE)
     for tokens in ([0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]):
-        leave(tree, enter(tree, tokens))
+        release(tree, insert(tree, tokens))
     assert matched(tree, [0, 0, 0, 0]) == 4  # used again
     tree.evict(1)
     assert matched(tree, [1, 1, 1, 1]) == 0
     assert matched(tree, [0, 0, 0, 0]) == 4
 
 
-def test_the_same_tokens_computed_twice_are_kept_once() -> None:
+def test_equal_tokens_computed_twice_are_stored_once() -> None:
     tree = PrefixTree(BlockPool(10), SIZE)
     chains = []
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_the_same_tokens_computed_twice_are_kept_once() -> None:
     assert tree.tokens == 5
 
 
-def test_books_that_do_not_balance_are_found() -> None:
+def test_block_pool_detects_wrong_reference_counts() -> None:
     pool = BlockPool(3)
     block = pool.allocate()
     pool.check([[block]])
@@ -145,7 +145,7 @@ def test_books_that_do_not_balance_are_found() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=10))
-def test_a_packed_tree_holds_every_token_of_every_sequence(given_: list[list[int]]) -> None:
+def test_packed_tree_contains_every_token_of_every_sequence(given_: list[list[int]]) -> None:
     ordered = sorted(given_)
     tree = pack_tree(ordered)
     row = tree.packed.input_ids[0].numpy()
@@ -155,11 +155,11 @@ def test_a_packed_tree_holds_every_token_of_every_sequence(given_: list[list[int
         assert position[rows].tolist() == list(range(len(tokens)))
 
 
-def test_a_key_that_holds_nothing_is_forgotten() -> None:
-    """As many salts as there were requests would otherwise be kept for ever."""
+def test_keys_without_cached_tokens_are_removed() -> None:
+    """Otherwise one root per request salt would be kept forever."""
     tree = PrefixTree(BlockPool(6), SIZE)
     for i in range(40):
-        leave(tree, enter(tree, [0, 1, 2, 0, 1], f"salt {i}"))
+        release(tree, insert(tree, [0, 1, 2, 0, 1], f"salt {i}"))
         tree.check()
     assert len(tree._roots) == 3
     place = tree.pin_path("salt 39", [0, 1, 2, 0, 1], 5)
@@ -170,10 +170,10 @@ def test_a_key_that_holds_nothing_is_forgotten() -> None:
     assert not tree._roots
 
 
-def test_what_was_released_often_is_offered_once() -> None:
+def test_eviction_queue_stays_bounded_after_repeated_releases() -> None:
     tree = PrefixTree(BlockPool(6), SIZE)
     for _ in range(1000):
-        leave(tree, enter(tree, [0, 1, 2, 0, 1, 2, 0, 1]))
+        release(tree, insert(tree, [0, 1, 2, 0, 1, 2, 0, 1]))
     assert len(tree._leaves) < 100
     assert tree.evict(6) == 2
     tree.check()

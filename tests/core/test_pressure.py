@@ -12,14 +12,14 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.records import Sample
 from tests.core import tiny
 
-# Float64, so that rounding (which differs between batches of different shapes) cannot tip a draw.
+# Float64, so that rounding, which differs between batch shapes, cannot change a sampled token.
 MODULE = tiny.model("mistral", dtype=torch.float64)
 WORKLOADS = int(os.environ.get("PLAUDIT_SOAK", "40"))
 LARGE = Engine(MODULE, max_running=64)
 
 
 def workload(random: np.random.Generator) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of which some begin alike, some are long, and each with options of its own."""
+    """Prompts with shared prefixes and varied lengths, each with different options."""
     stems = [random.integers(3, tiny.VOCAB, int(random.integers(1, 40))).tolist() for _ in range(2)]
     prompts, options = [], []
     for i in range(int(random.integers(1, 9))):
@@ -46,7 +46,7 @@ def outcome(samples: list[Sample]) -> list[tuple[tuple[int, ...], str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_small_pool_gives_the_same_tokens() -> None:
+def test_small_pool_gives_the_same_tokens_as_a_large_one() -> None:
     preemptions = evictions = 0
     for seed in range(WORKLOADS):
         random = np.random.default_rng(seed)
@@ -68,8 +68,8 @@ def test_a_small_pool_gives_the_same_tokens() -> None:
     LARGE.check()
 
 
-def test_requests_that_come_and_go_leave_nothing_behind() -> None:
-    """Submit, step, abort and change the version at random; the books must balance after every step."""
+def test_random_requests_and_aborts_leave_no_blocks_or_sequences() -> None:
+    """Submit, step, abort and change the version at random; `check()` must pass after every step."""
     for seed in range(max(10, WORKLOADS // 10)):
         random = np.random.default_rng(1000 + seed)
         engine = Engine(MODULE, kv_bytes=8 * 16 * LARGE.decoder.token_bytes(), budget=32, max_running=6, look_every=3)

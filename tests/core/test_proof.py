@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models whose stand-ins were run."""
+    """The class names of the models whose stand-ins were run."""
     names: list[str] = []
     run = support._tried
     monkeypatch.setattr(
@@ -55,7 +55,7 @@ def small_weights(config: PreTrainedConfig, seed: int, size: float) -> Any:
     return module.eval()
 
 
-def test_a_verdict_is_kept_and_holds_for_the_same_config_alone(cache: Path, tried: list[str]) -> None:
+def test_verdict_is_cached_for_the_same_config_only(cache: Path, tried: list[str]) -> None:
     inspect(tiny.model("llama"))
     inspect(tiny.model("llama"))
     assert tried == ["LlamaForCausalLM"]
@@ -65,7 +65,7 @@ def test_a_verdict_is_kept_and_holds_for_the_same_config_alone(cache: Path, trie
     assert len(tried) == len(list(cache.iterdir())) == 3
 
 
-def test_a_refusal_is_kept_too(cache: Path, tried: list[str]) -> None:
+def test_rejection_is_cached_too(cache: Path, tried: list[str]) -> None:
     module = AutoModelForCausalLM.from_config(shrunk(DiffLlamaConfig(num_hidden_layers=2)))
     for _ in range(2):
         with pytest.raises(ModelError, match=r"\(diffllama\) calls attention twice in a layer"):
@@ -73,7 +73,7 @@ def test_a_refusal_is_kept_too(cache: Path, tried: list[str]) -> None:
     assert tried == ["DiffLlamaForCausalLM"]
 
 
-def test_a_damaged_or_unwritable_cache_costs_a_trial(cache: Path, tried: list[str]) -> None:
+def test_damaged_or_unwritable_cache_repeats_the_trial(cache: Path, tried: list[str]) -> None:
     inspect(tiny.model("llama"))
     (file,) = cache.iterdir()
     file.write_text("{")
@@ -87,7 +87,7 @@ def test_a_damaged_or_unwritable_cache_costs_a_trial(cache: Path, tried: list[st
     assert len(tried) == 3
 
 
-def test_changed_code_of_the_model_is_tried_again(cache: Path, tmp_path: Path) -> None:
+def test_changed_model_code_changes_the_cache_key(cache: Path, tmp_path: Path) -> None:
     module = tiny.model("llama")
     key = verdict.key_of(module, "causal")
     assert key == verdict.key_of(tiny.model("llama"), "causal")
@@ -108,8 +108,8 @@ def test_changed_code_of_the_model_is_tried_again(cache: Path, tmp_path: Path) -
     ],
     ids=lambda config: config.model_type,
 )  # fmt: skip
-def test_half_precision_takes_the_lean_trunk_only_where_it_is_exact(config: PreTrainedConfig) -> None:
-    """On weights so small that half precision cannot tell, and then on others."""
+def test_half_precision_uses_the_lean_trunk_only_where_it_is_exact(config: PreTrainedConfig) -> None:
+    """First on weights too small to show a difference in half precision, then on others."""
     module = small_weights(shrunk(config), 1, 0.02).to(torch.bfloat16)
     engine = Engine(module)
     assert engine.decoder.lean is None
@@ -120,13 +120,13 @@ def test_half_precision_takes_the_lean_trunk_only_where_it_is_exact(config: PreT
             parameter.copy_(other)
     engine.new_version()
     ids = tokens_for(module, 3, 40)
-    close = np.abs(engine.logprobs([ids])[0] - tiny.plain_logprobs(module, ids))
-    assert close.mean() < 0.1
+    errors = np.abs(engine.logprobs([ids])[0] - tiny.plain_logprobs(module, ids))
+    assert errors.mean() < 0.1
 
 
-def test_a_stand_in_has_a_layer_of_each_kind_and_the_windows_of_its_config() -> None:
-    many = shrunk(SmolLM3Config(num_hidden_layers=36))
-    module = AutoModelForCausalLM.from_config(many)
+def test_stand_in_has_one_layer_of_each_kind_and_reduced_sizes() -> None:
+    shrunk_config = shrunk(SmolLM3Config(num_hidden_layers=36))
+    module = AutoModelForCausalLM.from_config(shrunk_config)
     small: Any = stand_in(module, 0)
     assert [layer.self_attn.use_rope for layer in small.model.layers] == [1, 1, 1, 0]
     wide = AutoModelForCausalLM.from_config(LlamaConfig(**tiny.GROUPED | {"num_hidden_layers": 9, "hidden_size": 128}))
@@ -139,7 +139,7 @@ def test_a_stand_in_has_a_layer_of_each_kind_and_the_windows_of_its_config() -> 
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 8), (32, 8)])
-def test_a_stand_in_keeps_the_kind_of_heads(heads: int, key_heads: int) -> None:
+def test_stand_in_keeps_the_attention_head_grouping(heads: int, key_heads: int) -> None:
     config = LlamaConfig(
         vocab_size=90, hidden_size=8 * heads, intermediate_size=32, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=key_heads,
@@ -151,25 +151,25 @@ def test_a_stand_in_keeps_the_kind_of_heads(heads: int, key_heads: int) -> None:
     inspect(AutoModelForCausalLM.from_config(config))
 
 
-def test_forward_hooks_hear_every_call() -> None:
+def test_forward_hooks_are_called_for_every_step() -> None:
     module: Any = tiny.model("llama")
     engine = Engine(module)
     assert engine.decoder.lean is not None
     ids = [[5, 6, 7, 8, 9, 10]]
     before = engine.logprobs(ids)[0]
-    heard: list[int] = []
-    handle = module.model.layers[0].register_forward_hook(lambda _layer, _inputs, rows: heard.append(rows.shape[1]))
+    lengths: list[int] = []
+    handle = module.model.layers[0].register_forward_hook(lambda _layer, _inputs, rows: lengths.append(rows.shape[1]))
     assert np.allclose(engine.logprobs(ids)[0], before, atol=1e-4)
-    assert heard == [6]
+    assert lengths == [6]
     engine.generate(ids, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-    assert len(heard) == 4
+    assert len(lengths) == 4
     handle.remove()
     engine.logprobs(ids)
-    assert len(heard) == 4
+    assert len(lengths) == 4
     assert engine.decoder.lean is not None
 
 
-def test_a_hook_that_changes_rows_changes_scores() -> None:
+def test_hook_that_changes_hidden_states_changes_scores() -> None:
     module: Any = tiny.model("llama", "sequence")
     engine = Engine(module)
     ids = list(range(3, 43))
@@ -179,8 +179,8 @@ def test_a_hook_that_changes_rows_changes_scores() -> None:
     assert np.allclose(engine.score([ids], cache=True)[0], expected, atol=1e-4)
 
 
-def test_a_classifier_reads_the_token_that_transformers_reads() -> None:
-    """The last one that is not padding; with pad = eos that is the one before the end."""
+def test_classifier_scores_the_same_token_as_transformers() -> None:
+    """The last token that is not padding; with pad = eos the token before the end token."""
     module: Any = tiny.model("llama", "sequence", labels=2)
     engine = Engine(module)
     for pad in (None, 0, 2):
@@ -191,7 +191,7 @@ def test_a_classifier_reads_the_token_that_transformers_reads() -> None:
     assert not np.allclose(last, engine.score([[5, 6, 7, 2]])[0])
 
 
-def test_prompts_may_be_arrays_and_tensors() -> None:
+def test_prompts_can_be_arrays_and_tensors() -> None:
     engine = Engine(tiny.model("llama"))
     ids = [5, 6, 7, 8]
     greedy = SamplingParams(temperature=0, max_tokens=4)
@@ -211,7 +211,7 @@ def test_prompts_may_be_arrays_and_tensors() -> None:
         engine.generate(np.array([1.5, 2.0]))  # type: ignore[arg-type]
 
 
-def test_a_temperature_that_leaves_float32_is_refused() -> None:
+def test_temperature_below_the_float32_range_is_rejected() -> None:
     with pytest.raises(RequestError, match=r"temperature is 1e-38, and must be at least 1e-30, or 0 for the most"):
         SamplingParams(temperature=1e-38)
     engine = Engine(tiny.model("llama"))

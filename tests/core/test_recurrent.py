@@ -58,7 +58,7 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=0, shared_intermediate_size=48,
     ),
 }  # fmt: skip
-# Families whose layers compute what those of the others do, by other parts around them, and KDA: for the kernels.
+# For the kernels: families with the same recurrent layers inside other modules, and KDA.
 KERNELS: dict[str, Any] = {
     "bamba": BambaConfig(
         **tiny.GROUPED, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8,
@@ -83,16 +83,16 @@ KERNELS: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES = sorted(CONFIGS)
 BLOCK = 16
-MADE: dict[str, nn.Module] = {}
+MODELS: dict[str, nn.Module] = {}
 
 
 def model(family: str) -> Any:
-    if family not in MADE:
+    if family not in MODELS:
         torch.manual_seed(7)
         config = copy.deepcopy({**CONFIGS, **KERNELS}[family])
-        MADE[family] = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        MADE[family].eval()
-    return MADE[family]
+        MODELS[family] = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        MODELS[family].eval()
+    return MODELS[family]
 
 
 def engine_of(module: nn.Module, **options: Any) -> Engine:
@@ -100,20 +100,20 @@ def engine_of(module: nn.Module, **options: Any) -> Engine:
 
 
 def right(module: nn.Module, samples: Any) -> None:
-    """The log-probs that samples were drawn with are the model's own."""
+    """The raw log-probs of samples match the model."""
     for sample in samples:
-        whole = [*sample.prompt_ids, *sample.token_ids]
-        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :])
+        sequence = [*sample.prompt_ids, *sample.token_ids]
+        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, sequence)[len(sample.prompt_ids) - 1 :])
 
 
-def close(got: np.ndarray, expected: np.ndarray) -> None:
-    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1.0)
+def close(actual: np.ndarray, expected: np.ndarray) -> None:
+    error = np.abs(actual - expected).max() / max(np.abs(expected).max(), 1.0)
     assert error < 1e-4, f"relative error {error}"
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
-def test_a_decoded_token_keeps_the_limits_of_a_prompts_steps(family: str) -> None:
-    """transformers bounds Mamba-2's steps from below in a prompt and, where one token is decoded, not."""
+def test_mamba_step_limits_apply_to_decoded_tokens_too(family: str) -> None:
+    """transformers applies the lower bound on Mamba-2 step sizes in prefill but not when decoding one token."""
     module = copy.deepcopy(model(family))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -126,44 +126,45 @@ def test_a_decoded_token_keeps_the_limits_of_a_prompts_steps(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_alone_batched_and_cached(family: str) -> None:
+def test_logprobs_alone_batched_and_cached_match_transformers(family: str) -> None:
     module = model(family)
-    engine = engine_of(module, budget=48)  # so that prompts are read in pieces
+    engine = engine_of(module, budget=48)  # so that prefill is chunked
     ids = tiny.sequences(1, 6, 2, 70)
     expected = [tiny.plain_logprobs(module, s) for s in ids]
     cached = (engine.logprobs(ids, cache=True) for _ in range(2))
-    for got in (engine.logprobs(ids), *cached, [engine.logprobs([s])[0] for s in ids]):
-        for g, e in zip(got, expected, strict=True):
+    for actual in (engine.logprobs(ids), *cached, [engine.logprobs([s])[0] for s in ids]):
+        for g, e in zip(actual, expected, strict=True):
             close(g, e)
     engine.check()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefix_is_found_at_every_block_border_and_the_rest_is_computed(family: str) -> None:
+def test_prefix_hits_at_block_borders_recompute_only_the_rest(family: str) -> None:
     module = model(family)
-    whole = tiny.sequences(2, 1, 50, 50)[0]
+    sequence = tiny.sequences(2, 1, 50, 50)[0]
     engine = engine_of(module)
-    engine.score([whole], columns=[5], cache=True)
+    engine.score([sequence], columns=[5], cache=True)
     for shared in range(1, 50, 7):
-        branch = [*whole[:shared], *tiny.sequences(shared, 1, 20, 20)[0]]
+        branch = [*sequence[:shared], *tiny.sequences(shared, 1, 20, 20)[0]]
         before = engine.stats().tokens_computed
-        got = engine.score([branch], columns=[5, 11], logprobs=True, cache=True)[0]
-        close(got, torch.log_softmax(tiny.plain(module, branch)[-1].float(), -1)[[5, 11]].numpy())
+        actual = engine.score([branch], columns=[5, 11], logprobs=True, cache=True)[0]
+        close(actual, torch.log_softmax(tiny.plain(module, branch)[-1].float(), -1)[[5, 11]].numpy())
         assert engine.stats().tokens_computed - before == len(branch) - shared // BLOCK * BLOCK
     engine.check()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_samples_of_a_prompt_compute_it_once(family: str) -> None:
+def test_prompt_of_several_samples_is_computed_once(family: str) -> None:
     module = model(family)
     engine = engine_of(module, state_every=64)
     prompts = tiny.sequences(3, 4, 37, 37)
     samples = engine.generate(prompts, SamplingParams(n=4, max_tokens=1, seed=1, ignore_eos=True))
     stats = engine.stats()
-    assert stats.tokens_computed == 4 * 37 + 4 * 3  # a prompt once, and its last token for each of the other three
+    # Each prompt once, and its last token for each of the other three samples.
+    assert stats.tokens_computed == 4 * 37 + 4 * 3
     right(module, samples)
     right(module, engine.generate(prompts, SamplingParams(n=4, max_tokens=30, seed=2, ignore_eos=True)))
-    assert engine.stats().tokens_computed - stats.tokens_computed == 16 * 30  # nothing of the prompts but their ends
+    assert engine.stats().tokens_computed - stats.tokens_computed == 16 * 30  # of the prompts only the last tokens
     engine.check()
 
 
@@ -173,31 +174,31 @@ def test_32_prompts_of_1024_tokens_with_16_samples_compute_each_prompt_once() ->
     torch.manual_seed(7)
     config = copy.deepcopy(CONFIGS["lfm2"])
     config.max_position_embeddings = 2048
-    engine = Engine(AutoModelForCausalLM.from_config(config).eval())  # with the spacing and limits of its defaults
+    engine = Engine(AutoModelForCausalLM.from_config(config).eval())  # with the default state spacing and limits
     prompts = tiny.sequences(3, 32, 1024, 1024)
     engine.generate(prompts, SamplingParams(n=samples, max_tokens=2, seed=1, ignore_eos=True))
-    ends = 32 * (samples - 1)  # of a prompt its last token alone is computed for each other sample
+    ends = 32 * (samples - 1)  # for each other sample only the last prompt token is computed
     assert engine.stats().tokens_computed == 32 * 1024 + ends + 32 * samples
     engine.check()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+def test_greedy_tokens_match_transformers(family: str) -> None:
     module = model(family)
     prompts = tiny.sequences(4, 5, 1, 40)
     expected = [tiny.plain_greedy(module, p, 24) for p in prompts]
     greedy = SamplingParams(temperature=0, max_tokens=24)
     engine = engine_of(module)
-    for _ in range(2):  # the second time from the tree
+    for _ in range(2):  # the second time with prefix hits
         assert [list(s.token_ids) for s in engine.generate(prompts, greedy)] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_sequences_go_on_as_if_nothing_had_happened(family: str) -> None:
+def test_preempted_sequences_resume_with_correct_logprobs(family: str) -> None:
     module = model(family)
-    shape = engine_of(module).decoder
-    each, block = shape.state_bytes(), BLOCK * shape.token_bytes()
-    small = engine_of(module, kv_bytes=max(16 * each, 8 * each + 10 * block), budget=32, max_running=4)
+    decoder = engine_of(module).decoder
+    state, block = decoder.state_bytes(), BLOCK * decoder.token_bytes()
+    small = engine_of(module, kv_bytes=max(16 * state, 8 * state + 10 * block), budget=32, max_running=4)
     samples = small.generate(tiny.sequences(4, 5, 5, 20), SamplingParams(max_tokens=80, seed=6, ignore_eos=True))
     assert small.stats().preemptions > 0
     right(module, samples)
@@ -205,25 +206,25 @@ def test_preempted_sequences_go_on_as_if_nothing_had_happened(family: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_has_ended_goes_on_from_its_state(family: str) -> None:
+def test_finished_sequence_resumes_from_its_cached_state(family: str) -> None:
     module = model(family)
     engine = engine_of(module, state_every=64)
     first = engine.generate([tiny.sequences(5, 1, 21, 21)[0]], SamplingParams(max_tokens=9, seed=3, ignore_eos=True))[0]
     before = engine.stats().tokens_computed
-    talk = [*first.prompt_ids, *first.token_ids, 7, 8]
-    right(module, engine.generate([talk], SamplingParams(max_tokens=5, seed=4, ignore_eos=True)))
-    assert engine.stats().tokens_computed - before == 3 + 4  # the last token of the answer was never stored
+    continued = [*first.prompt_ids, *first.token_ids, 7, 8]
+    right(module, engine.generate([continued], SamplingParams(max_tokens=5, seed=4, ignore_eos=True)))
+    assert engine.stats().tokens_computed - before == 3 + 4  # the last token of the response was never computed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_a_packed_tree_are_the_modules_own(family: str) -> None:
+def test_gradients_of_a_packed_tree_match_the_module(family: str) -> None:
     module = copy.deepcopy(model(family)).train()
     prompt = tiny.sequences(6, 1, 20, 20)[0]
     ids = sorted([*prompt, *tail] for tail in [[5], [5, 9, 4], *tiny.sequences(7, 2, 5, 9)])
     module.set_attn_implementation("eager")
-    own = torch.cat([module.model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in ids])
-    weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
-    (own * weights).sum().backward()
+    plain_rows = torch.cat([module.model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in ids])
+    weights = torch.randn(plain_rows.shape, generator=torch.Generator().manual_seed(1))
+    (plain_rows * weights).sum().backward()
     expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
     use_packed_attention(module)
@@ -231,7 +232,7 @@ def test_gradients_of_a_packed_tree_are_the_modules_own(family: str) -> None:
     rows = packed_rows(module, tree.packed)
     assert len(rows) < sum(map(len, ids))  # shared
     read = torch.cat([rows[torch.from_numpy(at)] for at in tree.rows])
-    assert float((read - own).detach().abs().max() / own.detach().abs().max()) < 1e-5
+    assert float((read - plain_rows).detach().abs().max() / plain_rows.detach().abs().max()) < 1e-5
     (read * weights).sum().backward()
     for name, parameter in module.named_parameters():
         if name in expected:
@@ -240,7 +241,7 @@ def test_gradients_of_a_packed_tree_are_the_modules_own(family: str) -> None:
             assert float((parameter.grad - expected[name]).abs().max() / scale) < 1e-5, name
 
 
-def test_a_copy_of_a_packed_module_computes_with_its_own_weights() -> None:
+def test_copy_of_a_packed_module_uses_its_own_weights() -> None:
     module = copy.deepcopy(model("lfm2"))
     use_packed_attention(module)
     twin = copy.deepcopy(module)
@@ -252,7 +253,7 @@ def test_a_copy_of_a_packed_module_computes_with_its_own_weights() -> None:
         assert float(hidden_rows(twin, pack_tree(sorted(ids)).packed).abs().max()) > 0.1
 
 
-def test_step_scores_of_a_value_model() -> None:
+def test_step_scores_of_a_value_model_match_the_module() -> None:
     torch.manual_seed(3)
     value = ValueModel(copy.deepcopy(model("lfm2")).model).eval()
     engine = engine_of(value)
@@ -260,35 +261,35 @@ def test_step_scores_of_a_value_model() -> None:
     positions = [[2, len(s) - 1] for s in ids]
     with torch.inference_mode():
         value.trunk.set_attn_implementation("eager")
-        said = [value(input_ids=torch.tensor([s]))[0].numpy().reshape(-1) for s in ids]
-    expected = [values[at] for values, at in zip(said, positions, strict=True)]
+        all_values = [value(input_ids=torch.tensor([s]))[0].numpy().reshape(-1) for s in ids]
+    expected = [values[where] for values, where in zip(all_values, positions, strict=True)]
     for cache in (False, True):
-        for got, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
-            close(got.reshape(-1), e)
+        for actual, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
+            close(actual.reshape(-1), e)
 
 
-def test_a_pool_too_small_for_a_state_is_refused_with_the_arithmetic() -> None:
+def test_pool_too_small_for_a_state_is_rejected_with_the_arithmetic() -> None:
     engine = engine_of(model("lfm2"))
-    each, block = engine.decoder.state_bytes(), BLOCK * engine.decoder.token_bytes()
-    with pytest.raises(RequestError, match=rf"2 × {each} \+ {block} = {2 * each + block}; raise kv_bytes"):
-        engine_of(model("lfm2"), kv_bytes=each)
-    smallest = engine_of(model("lfm2"), kv_bytes=2 * each + 2 * block)
+    state, block = engine.decoder.state_bytes(), BLOCK * engine.decoder.token_bytes()
+    with pytest.raises(RequestError, match=rf"2 × {state} \+ {block} = {2 * state + block}; raise kv_bytes"):
+        engine_of(model("lfm2"), kv_bytes=state)
+    smallest = engine_of(model("lfm2"), kv_bytes=2 * state + 2 * block)
     right(model("lfm2"), smallest.generate(tiny.sequences(1, 2, 5, 5), SamplingParams(n=2, max_tokens=9, seed=1)))
-    assert smallest.stats().kv_bytes <= 2 * each + 2 * block
+    assert smallest.stats().kv_bytes <= 2 * state + 2 * block
 
 
-def test_spacing_that_is_no_multiple_of_the_block_is_refused() -> None:
+def test_state_every_must_be_a_multiple_of_the_block_size() -> None:
     with pytest.raises(RequestError, match="state_every is 10 tokens, and must be a multiple of the block of 16"):
         engine_of(model("lfm2"), state_every=10)
 
 
-def test_states_are_counted_in_the_memory() -> None:
+def test_states_are_included_in_kv_memory() -> None:
     engine = engine_of(model("lfm2"))
     assert engine.kv_held() == 0
     engine.generate(tiny.sequences(1, 1, 20, 20), SamplingParams(max_tokens=1, seed=1))
     states = engine.backend.states
     assert states is not None
-    assert engine.stats().states_in_use == 3  # at 16, at 19 where samples would part, and at its end
+    assert engine.stats().states_in_use == 3  # at 16, at 19 where samples branch off, and at the end
     block = BLOCK * engine.decoder.token_bytes()
     assert engine.kv_held() == 2 * block + states.reached * engine.decoder.state_bytes()
     engine.sleep()
@@ -296,46 +297,46 @@ def test_states_are_counted_in_the_memory() -> None:
 
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES))
-def test_a_state_goes_with_the_kv_to_another_engine(family: str) -> None:
-    """Prompts around the borders of a block, two that share a beginning, one that begins like another."""
+def test_state_is_exported_and_imported_with_the_kv(family: str) -> None:
+    """Prompt lengths around block borders; the prompts share prefixes."""
     module = model(family)
-    whole = tiny.sequences(11, 1, 50, 50)[0]
-    prompts = [whole[:n] for n in (1, 15, 16, 17, 40)] + [[*whole[:40], 5, 6]]
+    sequence = tiny.sequences(11, 1, 50, 50)[0]
+    prompts = [sequence[:n] for n in (1, 15, 16, 17, 40)] + [[*sequence[:40], 5, 6]]
     params = [SamplingParams(n=2, max_tokens=12, seed=i, ignore_eos=True) for i in range(len(prompts))]
     expected = engine_of(module).generate(prompts, params)
     first, second = engine_of(module), engine_of(module)
     begun = first.generate(prompts, [replace(p, max_tokens=1) for p in params])
     for prompt in prompts:
-        given = first.export_kv(prompt)
-        assert len(given.tokens) == len(prompt)
-        assert sum(state.nbytes for state in given.state) == first.decoder.state_bytes()
-        assert second.import_kv(given) == len(prompt)
+        handover = first.export_kv(prompt)
+        assert len(handover.tokens) == len(prompt)
+        assert sum(state.nbytes for state in handover.state) == first.decoder.state_bytes()
+        assert second.import_kv(handover) == len(prompt)
     groups = [[s for s in begun if s.group == g] for g in range(len(prompts))]
     samples = second.generate(prompts, params, begun=groups)
     assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
     right(module, samples)
-    assert second.stats().tokens_computed <= sum(len(s.token_ids) for s in samples)  # and nothing of the prompts
+    assert second.stats().tokens_computed <= sum(len(s.token_ids) for s in samples)  # and no prompt tokens
     first.check()
     second.check()
 
 
-def test_a_state_that_has_no_room_or_no_fitting_engine() -> None:
+def test_import_of_a_mismatched_state_is_rejected_and_without_space_skipped() -> None:
     module = model("lfm2")
     prompt = tiny.sequences(12, 1, 40, 40)[0]
     first = engine_of(module)
     first.generate([prompt], SamplingParams(max_tokens=1, seed=1))
-    given = first.export_kv(prompt)
+    handover = first.export_kv(prompt)
     with pytest.raises(RequestError, match="a state of 0 tensors does not fit Lfm2ForCausalLM, which has 1"):
-        engine_of(module).import_kv(replace(given, state=[]))
-    shape = first.decoder
-    small = engine_of(module, kv_bytes=2 * shape.state_bytes() + 2 * BLOCK * shape.token_bytes())
-    assert small.import_kv(given) == 0  # two blocks of 16, and no state for less than all of it
+        engine_of(module).import_kv(replace(handover, state=[]))
+    decoder = first.decoder
+    small = engine_of(module, kv_bytes=2 * decoder.state_bytes() + 2 * BLOCK * decoder.token_bytes())
+    assert small.import_kv(handover) == 0  # two blocks of 16 are too few, and a state covers only the full prompt
     right(module, small.generate([prompt[:9]], SamplingParams(max_tokens=3, seed=1)))
     small.check()
 
 
 class RowsWindow(DecodeWindow):
-    """Decodes in the bank's own rows, as graphs do on a GPU."""
+    """Decodes in the rows of the state bank, as CUDA graphs do on a GPU."""
 
     bank: StateBank
 
@@ -352,24 +353,24 @@ class RowsBackend(CpuBackend):
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         assert self.states is not None
-        stand = GraphStates(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        states = GraphStates(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
         window = RowsWindow(self.cache, batch, steps, self.block_size, self.steady)
         window.bank = self.bank
-        noted = []
+        results = []
         for _ in range(steps):
             window.next()
             hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
-            noted.append((batch.sampler.draw(self.decoder.logits(hidden), batch.drawn), batch.alive))
-            batch.advance(noted[-1][0].tokens)
+            results.append((batch.sampler.draw(self.decoder.logits(hidden), batch.drawn), batch.alive))
+            batch.advance(results[-1][0].tokens)
         window.store()
-        stand.store(steps, noted[-1][1].tolist())
-        yield Decoded.of(noted)
+        states.store(steps, results[-1][1].tolist())
+        yield Decoded.of(results)
 
 
 @pytest.mark.parametrize(
     "family", ["lfm2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "lfm2")]
 )
-def test_states_that_decode_in_rows_of_the_bank(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_in_rows_of_the_state_bank_matches_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = model(family)
     monkeypatch.setattr(engine_module, "backend_of", RowsBackend)
     run = engine_of(module, max_running=6)
@@ -378,19 +379,19 @@ def test_states_that_decode_in_rows_of_the_bank(family: str, monkeypatch: pytest
     samples = run.generate(prompts, SamplingParams(n=2, max_tokens=45, seed=6, stop_token_ids=(7, 9)))
     assert len({len(s.token_ids) for s in samples}) > 2
     right(module, samples)
-    talks = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples]
-    right(module, run.generate(talks, SamplingParams(max_tokens=20, seed=7, ignore_eos=True)))
+    continued = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples]
+    right(module, run.generate(continued, SamplingParams(max_tokens=20, seed=7, ignore_eos=True)))
     run.check()
-    shape = run.decoder
-    each, block = shape.state_bytes(), BLOCK * shape.token_bytes()
-    small = engine_of(module, kv_bytes=max(24 * each, 12 * each + 10 * block), budget=32, max_running=4)
+    decoder = run.decoder
+    state, block = decoder.state_bytes(), BLOCK * decoder.token_bytes()
+    small = engine_of(module, kv_bytes=max(24 * state, 12 * state + 10 * block), budget=32, max_running=4)
     right(module, small.generate(prompts, SamplingParams(max_tokens=80, seed=6, ignore_eos=True)))
     assert small.stats().preemptions > 0
-    assert small.kv_held() <= max(24 * each, 12 * each + 10 * block)
+    assert small.kv_held() <= max(24 * state, 12 * state + 10 * block)
     small.check()
 
 
-def test_new_weights_make_states_unreachable() -> None:
+def test_new_weights_invalidate_cached_states() -> None:
     module = copy.deepcopy(model("lfm2"))
     engine = engine_of(module)
     prompts = tiny.sequences(2, 2, 40, 40)
@@ -406,24 +407,24 @@ def test_new_weights_make_states_unreachable() -> None:
     ]
 
 
-def test_kept_states_make_room_for_those_that_run() -> None:
-    books = StateTable(BLOCK, slots=6, every=BLOCK, running=2)
+def test_cached_states_are_dropped_for_running_sequences() -> None:
+    table = StateTable(BLOCK, slots=6, every=BLOCK, running=2)
     pool = BlockPool(8)
     blocks = [pool.allocate() for _ in range(4)]
-    books.begin(set())
-    kept = [books.keep((block, BLOCK)) for block in blocks]
-    assert kept.count(None) == 2  # two are to spare beside two for each that runs
-    books.begin(set())
-    slots = {books.advance((100 + i, 3)) for i in range(4)}
+    table.begin(set())
+    kept = [table.keep((block, BLOCK)) for block in blocks]
+    assert kept.count(None) == 2  # of six slots, two for each of two running sequences are reserved
+    table.begin(set())
+    slots = {table.advance((100 + i, 3)) for i in range(4)}
     assert len(slots) == 4
-    books.begin({(100 + i, 3) for i in range(4)})
-    assert books.keep((7, BLOCK)) is not None
-    assert books.keep((8, BLOCK)) is not None
-    assert books.in_use == 6
-    assert books.dropped == 2
+    table.begin({(100 + i, 3) for i in range(4)})
+    assert table.keep((7, BLOCK)) is not None
+    assert table.keep((8, BLOCK)) is not None
+    assert table.in_use == 6
+    assert table.dropped == 2
 
 
-def test_a_recipe_says_how_often_states_are_kept(tmp_path: Path) -> None:
+def test_state_every_of_a_recipe_is_applied_and_validated(tmp_path: Path) -> None:
     tokenizer = load_policy("sums-policy").tokenizer
     config = copy.deepcopy(CONFIGS["lfm2"])
     config.vocab_size = len(tokenizer)

@@ -1,4 +1,4 @@
-"""The recorded experts of every token equal the choices of plain transformers, however the engine reaches the token."""
+"""The recorded experts of every token equal the choices of plain transformers, however the engine computes it."""
 
 import warnings
 from typing import Any
@@ -27,14 +27,14 @@ PARAMS = SamplingParams(n=3, max_tokens=20, seed=1)
 def check(samples: list[Sample], module: Any, family: str) -> None:
     for sample in samples:
         assert sample.experts is not None
-        found = decoded(sample.experts, module, family)
+        recorded = decoded(sample.experts, module, family)
         ids = sample.prompt_ids + sample.token_ids
-        assert len(found) == len(ids) - 1, "the last token is drawn and never read"
-        assert np.array_equal(np.sort(found, axis=-1), own_experts(module, family, ids)[:-1])
+        assert len(recorded) == len(ids) - 1, "the last token is drawn and never read"
+        assert np.array_equal(np.sort(recorded, axis=-1), own_experts(module, family, ids)[:-1])
 
 
 @pytest.mark.parametrize("family", mostly_slow(CONFIGS))
-def test_what_is_recorded_is_what_plain_transformers_chooses(family: str) -> None:
+def test_recorded_experts_match_plain_transformers(family: str) -> None:
     module = mixture(family)
     engine = Engine(module, record_experts=True, kv_bytes=1 << 22)
     check(engine.generate(PROMPTS, PARAMS), module, family)
@@ -46,22 +46,22 @@ def test_what_is_recorded_is_what_plain_transformers_chooses(family: str) -> Non
     [{"budget": 16}, {"max_running": 2}, {"look_every": 1}, {"kv_bytes": 16 * 8 * 390}],
     ids=["prompts in pieces", "two at a time", "a look at every token", "blocks are short"],
 )
-def test_records_are_the_same_however_the_engine_runs(options: dict[str, Any]) -> None:
+def test_recorded_experts_do_not_depend_on_engine_limits(options: dict[str, Any]) -> None:
     module = mixture("qwen3_moe")
-    whole = Engine(module, record_experts=True, kv_bytes=1 << 22).generate(PROMPTS, PARAMS)
+    expected = Engine(module, record_experts=True, kv_bytes=1 << 22).generate(PROMPTS, PARAMS)
     engine = Engine(module, record_experts=True, **{"kv_bytes": 1 << 22, **options})
-    other = engine.generate(PROMPTS, PARAMS)
-    assert [s.token_ids for s in other] == [s.token_ids for s in whole]
-    check(other, module, "qwen3_moe")
+    actual = engine.generate(PROMPTS, PARAMS)
+    assert [s.token_ids for s in actual] == [s.token_ids for s in expected]
+    check(actual, module, "qwen3_moe")
     if "kv_bytes" in options:
         assert engine.stats().preemptions > 0
-    for number, prompt in enumerate(PROMPTS):  # alone, with what others computed in the tree
+    for number, prompt in enumerate(PROMPTS):  # alone, with prefix hits on the other samples
         alone = engine.generate([prompt], PARAMS)
-        assert [s.experts for s in alone] == [s.experts for s in whole[3 * number : 3 * number + 3]]
+        assert [s.experts for s in alone] == [s.experts for s in expected[3 * number : 3 * number + 3]]
     assert engine.stats().tokens_shared > 0
 
 
-def test_a_conversation_that_goes_on_has_the_experts_of_all_that_was_read() -> None:
+def test_continued_conversation_has_the_experts_of_all_its_tokens() -> None:
     module = mixture("qwen3_moe")
     engine = Engine(module, record_experts=True, kv_bytes=1 << 22)
     (first,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=9, seed=3))
@@ -72,13 +72,13 @@ def test_a_conversation_that_goes_on_has_the_experts_of_all_that_was_read() -> N
     assert first.experts is not None
     assert second.experts is not None
     assert second.experts.startswith(first.experts)
-    # What was begun goes on, here or elsewhere.
-    begun = Sample(**{name: getattr(first, name) for name in first.__slots__ if name != "experts"})
-    (more,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=20, seed=3), begun=[[begun]])
-    check([more], module, "qwen3_moe")
+    # A partial sample without recorded experts can be continued.
+    partial = Sample(**{name: getattr(first, name) for name in first.__slots__ if name != "experts"})
+    (continued,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=20, seed=3), begun=[[partial]])
+    check([continued], module, "qwen3_moe")
 
 
-def test_without_recording_samples_have_none_and_kv_takes_no_more() -> None:
+def test_without_recording_samples_have_no_experts_and_kv_is_not_larger() -> None:
     module = mixture("qwen3_moe")
     plain, records = Engine(module, kv_bytes=1 << 22), Engine(module, record_experts=True, kv_bytes=1 << 22)
     (sample,) = plain.generate([[5, 6]], SamplingParams(max_tokens=3, seed=1))
@@ -86,7 +86,7 @@ def test_without_recording_samples_have_none_and_kv_takes_no_more() -> None:
     assert records.decoder.token_bytes() - plain.decoder.token_bytes() == 3 * 2  # routers, experts of a token
 
 
-def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
+def test_unsupported_expert_recording_is_rejected_in_one_line() -> None:
     with pytest.raises(
         ModelError, match=r"LlamaForCausalLM \(llama\) has no router that selects experts .*: leave out train.routing_r"
     ):
@@ -101,7 +101,7 @@ def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
         routing.rows(bytes([0, 1, 0, 4, 0, 1]), 4)
 
 
-def test_nothing_is_left_on_the_module_when_a_pass_fails() -> None:
+def test_routing_hooks_are_removed_when_a_forward_fails() -> None:
     module = mixture("qwen3_moe")
     routing = Routing(inspect(module))
     ids = torch.tensor([[5, 6, 7]])
@@ -119,14 +119,14 @@ class Broken(Replay):
         return 1 / 0
 
 
-# Every mixture that the core proves, but for phimoe, whose router takes one expert after the other by max.
+# Every mixture that the core supports except phimoe, whose router picks experts one by one with max.
 
 NO_TOPK = {"phimoe"}
 
 
 def mixtures() -> list[Case]:
-    named = [case for case in cases() if case.kind == "causal" and case.name == case.family]
-    return [case for case in named if _has_experts(case)]
+    causal_cases = [case for case in cases() if case.kind == "causal" and case.name == case.family]
+    return [case for case in causal_cases if _has_experts(case)]
 
 
 def _has_experts(case: Case) -> bool:
@@ -137,14 +137,14 @@ def _has_experts(case: Case) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for number, c in enumerate(mixtures()) if in_turn(number, 4)], ids=str)
-def test_every_family_takes_the_experts_it_is_given(case: Case) -> None:
+def test_every_family_replays_the_given_experts(case: Case) -> None:
     with warnings.catch_warnings(action="ignore"):
         torch.manual_seed(0)
         module: Any = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation="eager").eval()
     stir(module, 0)
     try:
         decoder = inspect(module)
-    except ModelError:  # tests/core/test_families.py says why
+    except ModelError:  # tests/core/test_families.py has the reason
         return
     if case.family in NO_TOPK:
         with pytest.raises(ModelError, match="no router that selects experts by topk"):
@@ -157,29 +157,29 @@ def test_every_family_takes_the_experts_it_is_given(case: Case) -> None:
     ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids[:-1]]])
     chosen = torch.from_numpy(routing.rows(sample.experts, ids.shape[1] + 1).astype(np.int64))
     replay = Replay(chosen, torch.ones(ids.shape[1], dtype=torch.bool))
-    seen = Recorder()
-    with torch.no_grad(), routing.by(seen), eager(module):
+    recorder = Recorder()
+    with torch.no_grad(), routing.by(recorder), eager(module):
         module(ids, use_cache=False)
-    assert torch.equal(seen.rows().sort(-1).values, chosen.sort(-1).values)
+    assert torch.equal(recorder.rows().sort(-1).values, chosen.sort(-1).values)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.3 * parameter.std(correction=0) * torch.randn(parameter.shape))
-    arrived: list[torch.Tensor] = []
+    received: list[torch.Tensor] = []
     for part in module.modules():
-        part.register_forward_pre_hook(lambda _, args: arrived.extend(a for a in args if _indices(a, chosen)))
+        part.register_forward_pre_hook(lambda _, args: received.extend(a for a in args if _indices(a, chosen)))
     with routing.by(replay):
         rows = own_rows(module, ids[0].tolist())
     assert replay.differed()[0].any() or max(routing.counts) == 1
     if case.family != "jetmoe":  # its gates count the tokens of each expert themselves
-        assert torch.equal(torch.stack(arrived, dim=1).sort(-1).values, chosen.sort(-1).values)
+        assert torch.equal(torch.stack(received, dim=1).sort(-1).values, chosen.sort(-1).values)
     rows.square().sum().backward()
-    graded = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.any()]
-    named = {part: name for name, part in module.named_modules()}
-    for router in (part for part in named if len(part._forward_pre_hooks) > 2):  # two of routing, and this test's
-        assert any(name.startswith(named[router]) for name in graded) or max(routing.counts) == 1
+    with_gradient = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.any()]
+    names = {part: name for name, part in module.named_modules()}
+    for router in (part for part in names if len(part._forward_pre_hooks) > 2):  # routing adds two, this test one
+        assert any(name.startswith(names[router]) for name in with_gradient) or max(routing.counts) == 1
 
 
 def _indices(value: Any, chosen: torch.Tensor) -> bool:
-    """Whether a part of the module is told the experts of each token."""
+    """Whether a value is the tensor of chosen experts of each token."""
     shape = (len(chosen), chosen.shape[-1])
     return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.shape == shape

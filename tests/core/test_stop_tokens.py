@@ -1,4 +1,4 @@
-"""Stop strings checked by token ids end a sample at the same token as checking the text after every token."""
+"""Checking stop strings by token ids ends a sample at the same token as checking the text after every token."""
 
 import random
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ def by_text(tokenizer: Any, stops: Sequence[str], tokens: Sequence[int]) -> int 
 
 def by_ids(stop: StopTokens, tokens: Sequence[int]) -> int | None:
     assert stop.ids is not None
-    paused = (i for i, token in enumerate(tokens) if token in stop.ids)
-    return next((i for i in paused if stop.complete(tokens[: i + 1])), None)
+    candidates = (i for i, token in enumerate(tokens) if token in stop.ids)
+    return next((i for i in candidates if stop.complete(tokens[: i + 1])), None)
 
 
 @pytest.mark.parametrize(
     "stops", [("\n\n",), ("\nh", "ello\n"), ("ß",), ("€;", "lhe"), ("\n",), ("<|im_end|>",), ("hellohe\n",)]
 )
-def test_a_sample_of_any_tokens_ends_at_the_same_token(stops: tuple[str, ...]) -> None:
+def test_token_id_check_stops_at_the_same_token_as_the_text_check(stops: tuple[str, ...]) -> None:
     tokenizer = byte_tokenizer()
-    stop, rng, ended = StopTokens(tokenizer, stops), random.Random(str(stops)), 0
+    stop, rng, stopped = StopTokens(tokenizer, stops), random.Random(str(stops)), 0
     letters = tokenizer.encode("\n\nhello\nh ß€;hel lhe", add_special_tokens=False)
-    halves = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ß€"]
+    partial_characters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ß€"]
     merged = range(256, len(tokenizer))
     for _ in range(400):
-        tokens = rng.choices([*letters, *merged, *halves], k=40)
+        tokens = rng.choices([*letters, *merged, *partial_characters], k=40)
         assert by_ids(stop, tokens) == by_text(tokenizer, stops, tokens)
-        ended += by_ids(stop, tokens) is not None
-    # A control token has no text, so that nothing ends there.
-    assert (ended > 50) == (stops != ("<|im_end|>",)) or len(stops[0]) > 6
+        stopped += by_ids(stop, tokens) is not None
+    # A control token has no text, so it never ends a sample.
+    assert (stopped > 50) == (stops != ("<|im_end|>",)) or len(stops[0]) > 6
 
 
 def test_only_tokens_that_can_complete_the_string_are_listed() -> None:
@@ -55,16 +55,16 @@ def words(count: int, end: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_there_is_no_list_where_text_is_not_put_end_to_end_or_too_much_would_be_listed() -> None:
+def test_no_list_for_non_concatenating_decoders_or_too_many_tokens() -> None:
     assert StopTokens(sentence_piece(), ("\n\n",)).ids is None
     assert StopTokens(words(MOST_STOP_TOKENS, ";"), (";",)).ids == frozenset(range(MOST_STOP_TOKENS))
     assert StopTokens(words(MOST_STOP_TOKENS + 1, ";"), (";",)).ids is None
 
 
-def test_there_is_no_list_where_a_token_completes_the_string_and_begins_a_character() -> None:
+def test_no_list_if_a_token_completes_the_string_and_starts_a_character() -> None:
     backend = byte_tokenizer().backend_tokenizer
     alphabet = {piece: i for i, piece in enumerate([*"ĊĠab", "ĊĊâ"])}
-    cut = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    cut.decoder = backend.decoder
-    assert StopTokens(PreTrainedTokenizerFast(tokenizer_object=cut), ("\n\n",)).ids is None
-    assert StopTokens(PreTrainedTokenizerFast(tokenizer_object=cut), ("a b",)).ids == {alphabet["b"]}
+    model_tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    model_tokenizer.decoder = backend.decoder
+    assert StopTokens(PreTrainedTokenizerFast(tokenizer_object=model_tokenizer), ("\n\n",)).ids is None
+    assert StopTokens(PreTrainedTokenizerFast(tokenizer_object=model_tokenizer), ("a b",)).ids == {alphabet["b"]}

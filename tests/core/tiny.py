@@ -1,4 +1,4 @@
-"""Tiny random models of every family the core is tested on, and plain transformers as the reference."""
+"""Tiny random models of every family the core is tested on, with plain transformers as the reference."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def model(
     family: str, kind: str = "causal", dtype: torch.dtype = torch.float32, labels: int = 1, layers: int = 2
 ) -> nn.Module:  # fmt: skip
     torch.manual_seed(7)
-    told = CONFIGS[family].to_diff_dict()
+    fields = CONFIGS[family].to_diff_dict()
     changed: dict[str, Any] = {"num_labels": labels, "num_hidden_layers": layers}
-    if "layer_types" in told:
-        changed["layer_types"] = (told["layer_types"] * layers)[:layers]
-    config = CONFIGS[family].__class__(**{**told, **changed})
+    if "layer_types" in fields:
+        changed["layer_types"] = (fields["layer_types"] * layers)[:layers]
+    config = CONFIGS[family].__class__(**{**fields, **changed})
     module = AUTO[kind].from_config(config, attn_implementation="eager")
     for name, parameter in module.named_parameters():
         if name.endswith("sinks"):
             nn.init.normal_(parameter)
-    ready: nn.Module = module.to(dtype).eval()
-    return ready
+    result: nn.Module = module.to(dtype).eval()
+    return result
 
 
 def sequences(seed: int, count: int, low: int, high: int) -> list[list[int]]:
@@ -90,7 +90,7 @@ def sequences(seed: int, count: int, low: int, high: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def plain(module: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Logits of one sequence by transformers alone, with its own eager attention."""
+    """Logits of one sequence by plain transformers with eager attention."""
     before = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -59,7 +59,7 @@ CLIENTS = (
         "NeMo-Aligner",
         "its reward models' archives (.nemo)",
         "shapes",
-        "tests/models/test_nemo.py::test_scores_are_those_of_the_archives_model",
+        "tests/models/test_nemo.py::test_imported_archive_gives_the_scores_of_its_model",
         "nemo-aligner",
         "",
         "",

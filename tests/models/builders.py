@@ -1,4 +1,4 @@
-"""Tiny real models and tokenizers for the tests of this folder."""
+"""Tiny real models and tokenizers for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def classifier(labels: int = 1) -> Any:
 
 
 def write_plain(module: Any, directory: Path, tokenizer: Any = None, **options: Any) -> Path:
-    """As a stranger would have saved it, with transformers alone."""
+    """Saves a model and tokenizer with plain transformers, as third parties do."""
     module.save_pretrained(directory, **options)
     (tokenizer or byte_tokenizer()).save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""Tiny random encoders with a class head, saved as a stranger would have saved them."""
+"""Tiny random encoders with a class head, saved with plain transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NARROW: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
     "max_position_embeddings": 64,
 }  # fmt: skip
-ROBERTA = {**NARROW, "max_position_embeddings": 66, "type_vocab_size": 1}  # its positions begin behind the pad token
+ROBERTA = {**NARROW, "max_position_embeddings": 66, "type_vocab_size": 1}  # its positions start after the pad token
 FAMILIES: dict[str, dict[str, Any]] = {
     "albert": {**NARROW, "embedding_size": 16},
     "bert": NARROW,
@@ -35,12 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
 }  # fmt: skip
-TYPED = ("albert", "bert", "electra", "deberta-v2")  # whose own tokenizers say which text of a pair a token is of
+TYPED = ("albert", "bert", "electra", "deberta-v2")  # their tokenizers return token type ids
 DOUBLED = ("camembert", "mpnet", "roberta", "xlm-roberta")  # two separators between the texts of a pair
 
 
 def pair_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Byte-level, with the family's marks around texts and pairs."""
+    """A byte-level tokenizer with the family's special tokens around texts and pairs."""
     begin, end = ("<s>", "</s>") if family in DOUBLED else ("[CLS]", "[SEP]")
     names = [begin, "<pad>" if family in DOUBLED else "[PAD]", end, "<unk>"]
     vocabulary = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
@@ -72,7 +72,7 @@ def encoder(directory: Path, family: str, labels: int = 1, **extra: Any) -> Path
 
 @torch.inference_mode()
 def plain(directory: Path, texts: list[tuple[str, str | None]], **options: Any) -> torch.Tensor:
-    """(texts, labels): what plain transformers says of each text or pair, one at a time."""
+    """(texts, labels): logits of plain transformers for each text or pair, one at a time."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     module = AutoModelForSequenceClassification.from_pretrained(directory).eval()
     return torch.cat([module(**tokenizer(*pair, return_tensors="pt", **options)).logits for pair in texts])

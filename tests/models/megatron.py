@@ -1,6 +1,6 @@
-"""Reward models as NeMo-Aligner has them: tensors in Megatron's layout, the forward pass of megatron-core, and archives
-in the three layouts that NeMo has written. After the sources of megatron-core 0.8, NeMo 2.4 and NeMo-Aligner 0.7; none
-of their code is here, and no archive of theirs is small enough for a test.
+"""Reward models in NeMo-Aligner's format: tensors in Megatron's layout, the forward pass of megatron-core, and archives
+in the three layouts that NeMo has written. Modelled on megatron-core 0.8, NeMo 2.4 and NeMo-Aligner 0.7; none of their
+code is copied, and none of their archives is small enough for a test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def random_tensors(cfg: dict[str, Any], labels: int = 1) -> Tensors:
-    """As megatron-core's sharded state has them: an axis for the layers."""
+    """Tensors as in megatron-core's sharded state, with an axis for the layers."""
     torch.manual_seed(11)
     layers, head = cfg["num_layers"], HIDDEN // cfg["num_attention_heads"]
     groups = cfg["num_query_groups"] or cfg["num_attention_heads"]
@@ -68,7 +68,7 @@ def random_tensors(cfg: dict[str, Any], labels: int = 1) -> Tensors:
 
 
 def rewards(cfg: dict[str, Any], tensors: Tensors, rows: list[list[int]]) -> Tensor:
-    """(rows, labels): what GPTRewardModel computes, row by row and in float64."""
+    """(rows, labels): the result of GPTRewardModel, row by row in float64."""
     wide = {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
     return torch.stack([_reward(cfg, wide, torch.tensor(row)) for row in rows])
 
@@ -77,8 +77,8 @@ def _reward(cfg: dict[str, Any], t: Tensors, ids: Tensor) -> Tensor:
     x = t["embedding.word_embeddings.weight"][ids]
     if "embedding.position_embeddings.weight" in t:
         x = x + t["embedding.position_embeddings.weight"][: len(ids)]
-    for at in range(cfg["num_layers"]):
-        layer = {name.removeprefix("decoder.layers."): value[at] for name, value in t.items() if ".layers." in name}
+    for index in range(cfg["num_layers"]):
+        layer = {name.removeprefix("decoder.layers."): value[index] for name, value in t.items() if ".layers." in name}
         x = x + _attention(cfg, layer, _norm(cfg, layer, "self_attention.linear_qkv.layer_norm_", x))
         x = x + _mlp(cfg, layer, _norm(cfg, layer, "mlp.linear_fc1.layer_norm_", x))
     x = _norm(cfg, t, "decoder.final_layernorm.", x)
@@ -125,7 +125,7 @@ def _mlp(cfg: dict[str, Any], t: Tensors, x: Tensor) -> Tensor:
     if activation == "fast-swiglu":
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
-    else:  # the fused kernel, which is the default
+    else:  # the fused kernel, the default
         y = 0.5 * y * (1 + torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y)))
     return _linear(t, "mlp.linear_fc2", y)
 
@@ -153,7 +153,7 @@ def write_checkpoint(file: Path, tensors: Tensors) -> None:
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if ".layers." in name:
-            state |= {name.replace(".layers.", f".layers.{at}."): layer for at, layer in enumerate(tensor)}
+            state |= {name.replace(".layers.", f".layers.{index}."): layer for index, layer in enumerate(tensor)}
         else:
             state[name] = tensor
     state["model.decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"fp8")
@@ -161,8 +161,8 @@ def write_checkpoint(file: Path, tensors: Tensors) -> None:
 
 
 def _pieces(tensor: Tensor, name: str) -> list[tuple[tuple[int, ...], Tensor]]:
-    """As two tensor-parallel ranks store it: each layer by itself, and the first axis of a matrix in halves."""
-    part = [1 if ".layers." in name and at == 0 else size for at, size in enumerate(tensor.shape)]
+    """Shards as two tensor-parallel ranks store them: per layer, with the first axis of each matrix in halves."""
+    part = [1 if ".layers." in name and dim == 0 else size for dim, size in enumerate(tensor.shape)]
     axis = 1 if ".layers." in name else 0
     if len(part) > axis + 1 and part[axis] % 2 == 0:
         part[axis] //= 2
@@ -185,15 +185,15 @@ def write_zarr(directory: Path, tensors: Tensors) -> None:
         }))  # fmt: skip
         for start, piece in pieces:
             raw = piece.view(torch.int16) if piece.dtype == torch.bfloat16 else piece
-            place = ".".join(str(a // step) for a, step in zip(start, chunks, strict=True))
-            (folder / place).write_bytes(np.ascontiguousarray(raw.numpy()).tobytes())
+            file_name = ".".join(str(a // step) for a, step in zip(start, chunks, strict=True))
+            (folder / file_name).write_bytes(np.ascontiguousarray(raw.numpy()).tobytes())
     state = directory / "model.decoder.layers.self_attention.linear_qkv._extra_state"
     state.mkdir()
     torch.save(io.BytesIO(b"fp8"), state / "shard_0_2.pt")
 
 
 def write_distributed(directory: Path, tensors: Tensors) -> None:
-    """By PyTorch's own writer, with the pieces that megatron-core makes."""
+    """Writes with PyTorch's distributed checkpoint writer, with the shards of megatron-core."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         state: dict[str, Any] = {name: _sharded(tensor, name) for name, tensor in tensors.items()}
@@ -206,8 +206,8 @@ def write_distributed(directory: Path, tensors: Tensors) -> None:
 def _sharded(tensor: Tensor, name: str) -> ShardedTensor:
     pieces = _pieces(tensor, name)
     shards = [Shard.from_tensor_and_offsets(piece, list(start), 0) for start, piece in pieces]
-    about = ShardedTensorMetadata(
+    metadata = ShardedTensorMetadata(
         [ShardMetadata(list(start), list(piece.shape), "rank:0/cpu") for start, piece in pieces],
         torch.Size(tensor.shape), TensorProperties(dtype=tensor.dtype),
     )  # fmt: skip
-    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, sharded_tensor_metadata=about)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, sharded_tensor_metadata=metadata)

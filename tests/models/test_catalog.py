@@ -16,7 +16,7 @@ def directory(path: Path) -> Path:
     return path
 
 
-def test_a_model_directory_a_run_and_its_latest_checkpoint(tmp_path: Path) -> None:
+def test_resolve_model_directory_run_and_latest_checkpoint(tmp_path: Path) -> None:
     plain = directory(tmp_path / "plain")
     final = directory(tmp_path / "run" / "final")
     latest = directory(tmp_path / "killed" / "checkpoints" / "step-4" / "model")
@@ -26,7 +26,7 @@ def test_a_model_directory_a_run_and_its_latest_checkpoint(tmp_path: Path) -> No
     assert catalog.resolve(tmp_path / "killed") == latest
 
 
-def test_embedded_names_win_and_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_names_are_resolved_and_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "EMBEDDED", tmp_path)
     inside = directory(tmp_path / "sums-policy")
     (tmp_path / "notes").mkdir()
@@ -44,14 +44,16 @@ def test_embedded_names_win_and_are_suggested(tmp_path: Path, monkeypatch: pytes
         ("", "no model"),
     ],
 )
-def test_what_is_not_there(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_models_are_reported_in_one_line(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=words) as caught:
         catalog.resolve(name)
     assert "\n" not in str(caught.value)
 
 
-def test_the_reasons_name_what_was_looked_for(tmp_path: Path) -> None:
+def test_resolve_errors_name_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"looked for config.json, final/config.json and checkpoints/latest"):
         catalog.resolve(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -67,12 +69,12 @@ def test_the_reasons_name_what_was_looked_for(tmp_path: Path) -> None:
         catalog.resolve(tmp_path)
 
 
-def test_the_catalog_costs_no_torch() -> None:
+def test_catalog_does_not_import_torch_or_transformers() -> None:
     code = "import plaudit.models.catalog, sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_exported_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     import plaudit.models
 
     for name in plaudit.models.__all__:

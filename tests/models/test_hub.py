@@ -1,4 +1,4 @@
-"""`plaudit pull`, against a local HTTP stand-in of the hub."""
+"""`plaudit pull` against a local HTTP server that simulates the hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPOSITORIES = {
 
 
 class Hub:
-    """The routes that `huggingface_hub` uses: a revision's commit, its tree, its files."""
+    """The routes that `huggingface_hub` uses: the commit, tree and files of a revision."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -66,8 +66,8 @@ class Hub:
         files = REPOSITORIES[repository]
         match rest:
             case ["revision", "main" | "v1"]:
-                about = {"id": repository, "sha": SHA, "siblings": [{"rfilename": name} for name in files]}
-                return 200, json.dumps(about).encode(), {"Content-Type": "application/json"}
+                info = {"id": repository, "sha": SHA, "siblings": [{"rfilename": name} for name in files]}
+                return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
             case ["revision", _]:
                 return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
             case ["tree", commit] if commit == SHA:
@@ -97,21 +97,21 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     hub.close()
 
 
-def test_a_pulled_model_goes_by_its_name_and_nothing_is_fetched_again(hub: Hub) -> None:
+def test_pulled_model_loads_by_name_without_further_requests(hub: Hub) -> None:
     with pytest.raises(ModelError, match=r"no model 'org/tiny': .*`plaudit pull org/tiny` fetches it"):
         resolve("org/tiny")
     assert not hub.paths, "a name alone opens no connection"
-    done = plaudit_here("pull", "org/tiny")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"org/tiny: {resolve('org/tiny')}\n"
+    process = plaudit_here("pull", "org/tiny")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"org/tiny: {resolve('org/tiny')}\n"
     assert sorted(file.name for file in resolve("org/tiny").iterdir()) == sorted(MODEL)
-    fetched = len(hub.paths)
-    pulled, ours = Engine.load("org/tiny"), Engine.load("sums-policy")
-    assert pulled.generate("8+7+6=")[0].token_ids == ours.generate("8+7+6=")[0].token_ids
-    assert len(hub.paths) == fetched
+    requests = len(hub.paths)
+    pulled, embedded = Engine.load("org/tiny"), Engine.load("sums-policy")
+    assert pulled.generate("8+7+6=")[0].token_ids == embedded.generate("8+7+6=")[0].token_ids
+    assert len(hub.paths) == requests
 
 
-def test_revisions(hub: Hub) -> None:
+def test_pull_of_a_revision(hub: Hub) -> None:
     assert pull("org/tiny@v1") == pull(f"org/tiny@{SHA}")
     with pytest.raises(ModelError, match=r"org/tiny has no revision 'v2'"):
         pull("org/tiny@v2")
@@ -126,14 +126,14 @@ def test_revisions(hub: Hub) -> None:
         ("tiny", "'tiny' is not a hub model name; expected organisation/model"),
     ],
 )
-def test_what_cannot_be_pulled_is_one_line(hub: Hub, name: str, message: str) -> None:
-    done = plaudit_here("pull", name)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"plaudit: {message}")
-    assert done.stderr.count("\n") == 1
+def test_pull_errors_are_one_line(hub: Hub, name: str, message: str) -> None:
+    process = plaudit_here("pull", name)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(f"plaudit: {message}")
+    assert process.stderr.count("\n") == 1
 
 
-def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_uses_the_cache_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = pull("org/tiny")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert pull("org/tiny") == resolve("org/tiny") == directory
@@ -141,7 +141,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
         pull("org/other")
 
 
-def test_paths_are_no_names_of_a_hub() -> None:
+def test_paths_are_not_hub_names() -> None:
     assert is_hub_name("Qwen/Qwen3-0.6B")
     assert is_hub_name("org/model@refs/pr/1")
     for path in ("runs/sums-sft/final", "../model", "./model", "/models/x", "~/x", "a/..", "model"):

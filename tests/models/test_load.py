@@ -24,26 +24,26 @@ SHAPE = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "neox"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_family_round_trips_bit_equal(family: str, tied: bool, tmp_path: Path) -> None:
+def test_save_and_load_round_trip_is_bit_identical(family: str, tied: bool, tmp_path: Path) -> None:
     module = causal(family, tied)
     loaded = models.load_policy(write_plain(module, tmp_path / "a"))
     assert loaded.kind == "policy"
     assert not loaded.module.training
     assert same(loaded.module, module)
-    again = models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
-    plain = AutoModelForCausalLM.from_pretrained(again).eval()
+    saved = models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
+    plain = AutoModelForCausalLM.from_pretrained(saved).eval()
     assert same(plain, module)
     assert torch.equal(plain(IDS).logits, module(IDS).logits)
 
 
-def test_shards_are_read(tmp_path: Path) -> None:
+def test_sharded_files_are_loaded(tmp_path: Path) -> None:
     module = causal()
     write_plain(module, tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     assert same(models.load_any(tmp_path).module, module)
 
 
-def test_links_out_of_the_directory_are_followed(tmp_path: Path) -> None:
+def test_symlinks_out_of_the_directory_are_followed(tmp_path: Path) -> None:
     module = causal()
     write_plain(module, tmp_path / "real")
     (tmp_path / "links").mkdir()
@@ -52,7 +52,7 @@ def test_links_out_of_the_directory_are_followed(tmp_path: Path) -> None:
     assert same(models.load_policy(tmp_path / "links").module, module)
 
 
-def test_bfloat16_is_kept_or_widened(tmp_path: Path) -> None:
+def test_bfloat16_is_kept_or_converted_to_float32(tmp_path: Path) -> None:
     module = causal().to(torch.bfloat16)
     write_plain(module, tmp_path / "a")
     assert models.load_policy(tmp_path / "a").module.dtype == torch.float32
@@ -62,7 +62,7 @@ def test_bfloat16_is_kept_or_widened(tmp_path: Path) -> None:
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "b"), module)
 
 
-def test_a_causal_lm_lends_its_trunk_only_when_asked(tmp_path: Path) -> None:
+def test_causal_lm_trunk_gets_a_new_head_only_with_fresh_head(tmp_path: Path) -> None:
     module = causal()
     write_plain(module, tmp_path)
     for load in (models.load_reward, models.load_steps, models.load_value):
@@ -71,11 +71,11 @@ def test_a_causal_lm_lends_its_trunk_only_when_asked(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     reward = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=4)
     torch.rand(3)
-    again = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=4)
-    other = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=5)
+    same_seed = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=4)
+    other_seed = models.load_reward(tmp_path, labels=3, fresh_head=True, seed=5)
     torch.set_rng_state(before)
-    assert same(reward.module, again.module)
-    assert not torch.equal(reward.module.score.weight, other.module.score.weight)
+    assert same(reward.module, same_seed.module)
+    assert not torch.equal(reward.module.score.weight, other_seed.module.score.weight)
     assert reward.module.score.weight.shape == (3, 16)
     assert same(reward.module.model, module.model)
     steps = models.load_steps(tmp_path, fresh_head=True)
@@ -85,7 +85,7 @@ def test_a_causal_lm_lends_its_trunk_only_when_asked(tmp_path: Path) -> None:
     assert models.load_any(tmp_path / "s").kind == "steps"
 
 
-def test_loading_leaves_the_random_state_alone(tmp_path: Path) -> None:
+def test_loading_does_not_change_the_random_state(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     before = torch.get_rng_state()
     models.load_reward(tmp_path, fresh_head=True)
@@ -93,7 +93,7 @@ def test_loading_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_reward_model_scores_as_in_plain_transformers(tmp_path: Path) -> None:
+def test_reward_model_scores_match_plain_transformers(tmp_path: Path) -> None:
     module = classifier()
     write_plain(module, tmp_path)
     loaded = models.load_reward(tmp_path)
@@ -104,7 +104,7 @@ def test_a_reward_model_scores_as_in_plain_transformers(tmp_path: Path) -> None:
         models.load_policy(tmp_path)
 
 
-def test_the_number_of_labels_must_be_meant(tmp_path: Path) -> None:
+def test_number_of_labels_must_match(tmp_path: Path) -> None:
     write_plain(classifier(labels=2), tmp_path)
     with pytest.raises(ModelError, match="scores 2 labels, expected 1; pass labels=2"):
         models.load_reward(tmp_path)
@@ -116,11 +116,11 @@ def test_a_value_model_round_trips(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path / "a")
     value = models.load_value(tmp_path / "a", fresh_head=True, seed=3)
     models.save(value.module, value.tokenizer, tmp_path / "b")
-    again = models.load_any(tmp_path / "b")
-    assert again.kind == "value"
-    assert same(again.module, value.module)
-    assert torch.equal(again.module(IDS), value.module(IDS))
-    assert again.module(IDS).shape == (1, 5)
+    reloaded = models.load_any(tmp_path / "b")
+    assert reloaded.kind == "value"
+    assert same(reloaded.module, value.module)
+    assert torch.equal(reloaded.module(IDS), value.module(IDS))
+    assert reloaded.module(IDS).shape == (1, 5)
     head = tmp_path / "b" / "value_head.safetensors"
     head.write_bytes(head.read_bytes()[:-4])
     with pytest.raises(ModelError, match=r"value_head.safetensors is truncated: tensor 'weight'"):
@@ -128,7 +128,7 @@ def test_a_value_model_round_trips(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["policy", "reward", "steps", "value"])
-def test_new_models_depend_on_the_seed_alone(kind: str, tmp_path: Path) -> None:
+def test_new_models_depend_only_on_the_seed(kind: str, tmp_path: Path) -> None:
     first = models.new_llama(kind, **SHAPE, seed=1, pad_token_id=256, eos_token_id=258)
     torch.rand(5)
     assert same(first, models.new_llama(kind, **SHAPE, seed=1, pad_token_id=256, eos_token_id=258))
@@ -139,26 +139,26 @@ def test_new_models_depend_on_the_seed_alone(kind: str, tmp_path: Path) -> None:
     assert same(loaded.module, first)
 
 
-def test_new_llama_refuses_shapes_that_cannot_be() -> None:
+def test_new_llama_rejects_invalid_kinds_and_shapes() -> None:
     with pytest.raises(ModelError, match="unknown kind of model 'polcy'; did you mean 'policy'"):
         models.new_llama("polcy", **SHAPE, seed=1)
     with pytest.raises(ModelError, match="hidden_size 16 must be a multiple of heads 3"):
         models.new_llama("policy", **{**SHAPE, "heads": 3}, seed=1)
 
 
-def test_pad_is_eos_where_there_is_none_and_eos_still_learns(tmp_path: Path) -> None:
+def test_missing_pad_token_becomes_eos_which_still_gets_gradients(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path / "a", byte_tokenizer(pad=None))
     loaded = models.load_policy(tmp_path / "a")
     assert loaded.tokenizer.pad_token_id == loaded.tokenizer.eos_token_id == loaded.module.config.pad_token_id
     models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["pad_token_id"] == loaded.tokenizer.eos_token_id
-    again = models.load_policy(tmp_path / "b").module
+    reloaded = models.load_policy(tmp_path / "b").module
     ids = torch.tensor([[1, loaded.tokenizer.eos_token_id, 2]])
-    again(ids).logits.sum().backward()
-    assert again.get_input_embeddings().weight.grad[loaded.tokenizer.eos_token_id].abs().sum() > 0
+    reloaded(ids).logits.sum().backward()
+    assert reloaded.get_input_embeddings().weight.grad[loaded.tokenizer.eos_token_id].abs().sum() > 0
 
 
-def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> None:
     write_plain(causal(vocab_size=200), tmp_path)
     with pytest.raises(ModelError, match=r"ids up to 264, the model embeds 200"):
         models.load_policy(tmp_path)
@@ -173,7 +173,7 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq."),
     ],
 )
-def test_configs_that_cannot_be_used(change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_unsupported_configs_are_rejected(change: dict[str, object], words: str, tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -182,7 +182,7 @@ def test_configs_that_cannot_be_used(change: dict[str, object], words: str, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_options_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_load_options_are_rejected(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     with pytest.raises(ModelError, match="unknown dtype 'float23'; did you mean 'float32'"):
         models.load_policy(tmp_path, dtype="float23")
@@ -193,7 +193,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         models.load_policy(tmp_path)
 
 
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_and_saving_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loaded = models.load_reward(write_plain(causal(), tmp_path / "a"), fresh_head=True)
     capfd.readouterr()
     models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
@@ -202,9 +202,7 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(("found", "wanted"), [("steps", "reward"), ("reward", "steps")])
-def test_a_judge_lends_its_trunk_to_a_head_of_the_same_name_and_another_shape(
-    found: str, wanted: str, tmp_path: Path
-) -> None:
+def test_trunk_is_reused_for_a_head_of_the_same_name_and_another_shape(found: str, wanted: str, tmp_path: Path) -> None:
     module = models.new_llama(found, **SHAPE, seed=1)
     models.save(module, byte_tokenizer(), tmp_path / "judge")
     load = {"reward": models.load_reward, "steps": models.load_steps}[wanted]

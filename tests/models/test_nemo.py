@@ -1,4 +1,4 @@
-"""Reward models of NeMo-Aligner. `megatron.py` builds the archives and computes what megatron-core would."""
+"""Reward models of NeMo-Aligner. `megatron.py` builds the archives and computes the results of megatron-core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def served(directory: Path) -> list[float]:
 
 
 def rounded(tensors: megatron.Tensors, layout: str) -> megatron.Tensors:
-    """The zarr archive of these tests is in bfloat16, but for its head."""
+    """The zarr archives in these tests are in bfloat16, except for the head."""
     if layout != "zarr":
         return tensors
     return {name: t if "rm_head" in name else t.bfloat16().float() for name, t in tensors.items()}
@@ -48,7 +48,9 @@ def rounded(tensors: megatron.Tensors, layout: str) -> megatron.Tensors:
     ("family", "layout"),
     [("llama", "torch_dist"), ("llama", "zarr"), ("llama", "ckpt"), ("gpt2", "torch_dist"), ("gpt2", "zarr")],
 )
-def test_scores_are_those_of_the_archives_model(family: str, layout: str, tokenizer: str, tmp_path: Path) -> None:
+def test_imported_archive_gives_the_scores_of_its_model(
+    family: str, layout: str, tokenizer: str, tmp_path: Path
+) -> None:
     cfg = {**megatron.CONFIGS[family], "reward_standardization": {"enable": True, "mean": 0.3, "std": 1.7}}
     tensors = megatron.random_tensors(cfg)
     file = megatron.write_archive(tmp_path / "rm.nemo", cfg, tensors, layout)
@@ -79,7 +81,7 @@ def test_several_attributes_and_mean_pooling(tokenizer: str, tmp_path: Path) -> 
     ]
 
 
-def test_the_archives_own_tokenizer(tmp_path: Path) -> None:
+def test_tokenizer_of_the_archive_is_imported(tmp_path: Path) -> None:
     vocabulary = json.loads(byte_tokenizer().backend_tokenizer.to_str())["model"]
     vocabulary["vocab"]["<|endoftext|>"] = len(vocabulary["vocab"])
     merges = "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in vocabulary["merges"]) + "\n"
@@ -89,9 +91,9 @@ def test_the_archives_own_tokenizer(tmp_path: Path) -> None:
     }}  # fmt: skip
     files = {"ab12_vocab__json": json.dumps(vocabulary["vocab"]).encode(), "ab12_merges__txt": merges.encode()}
     file = megatron.write_archive(tmp_path / "rm.nemo", cfg, megatron.random_tensors(cfg), "ckpt", **files)
-    made = load_tokenizer(import_nemo(file, tmp_path / "out"))
-    assert made.encode("hello") == byte_tokenizer().encode("hello")
-    assert made.eos_token == "<|endoftext|>"
+    imported = load_tokenizer(import_nemo(file, tmp_path / "out"))
+    assert imported.encode("hello") == byte_tokenizer().encode("hello")
+    assert imported.eos_token == "<|endoftext|>"
 
 
 class Evil:
@@ -103,7 +105,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["ckpt", "index", "piece"])
-def test_nothing_in_an_archive_is_run(where: str, tokenizer: str, tmp_path: Path) -> None:
+def test_code_in_an_archive_is_never_executed(where: str, tokenizer: str, tmp_path: Path) -> None:
     cfg = megatron.CONFIGS["llama"]
     tensors = megatron.random_tensors(cfg)
     evil = Evil(tmp_path / "ran")
@@ -140,7 +142,7 @@ def test_nothing_in_an_archive_is_run(where: str, tokenizer: str, tmp_path: Path
         ),
     ],
 )
-def test_archives_that_are_refused(change: dict[str, Any], words: str, tokenizer: str, tmp_path: Path) -> None:
+def test_unsupported_archives_are_rejected(change: dict[str, Any], words: str, tokenizer: str, tmp_path: Path) -> None:
     cfg = megatron.CONFIGS["llama"]
     file = megatron.write_archive(tmp_path / "rm.nemo", {**cfg, **change}, megatron.random_tensors(cfg), "ckpt")
     with pytest.raises(ModelError, match=words) as caught:
@@ -148,7 +150,7 @@ def test_archives_that_are_refused(change: dict[str, Any], words: str, tokenizer
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_archives(tokenizer: str, tmp_path: Path) -> None:
+def test_damaged_archives_are_rejected(tokenizer: str, tmp_path: Path) -> None:
     cfg = megatron.CONFIGS["llama"]
     file = megatron.write_archive(tmp_path / "rm.nemo", cfg, megatron.random_tensors(cfg), "zarr")
     folder = tmp_path / "rm.folder"
@@ -159,12 +161,12 @@ def test_damaged_archives(tokenizer: str, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:700])
     with pytest.raises(ModelError, match=r"cannot unpack|cannot read model_config\.yaml"):
         import_nemo(file, tmp_path / "out", tokenizer=tokenizer)
-    answer = plaudit_here("score", "x.jsonl", "--model", str(file))
-    assert "import it first: plaudit import" in answer.stderr
+    process = plaudit_here("score", "x.jsonl", "--model", str(file))
+    assert "import it first: plaudit import" in process.stderr
 
 
 @pytest.mark.slow
-def test_every_protocol_serves_an_archives_scores(tokenizer: str, tmp_path: Path) -> None:
+def test_server_protocols_return_the_scores_of_an_imported_archive(tokenizer: str, tmp_path: Path) -> None:
     cfg = megatron.CONFIGS["llama"]
     tensors = megatron.random_tensors(cfg)
     file = megatron.write_archive(tmp_path / "rm.nemo", cfg, tensors, "zarr")

@@ -1,4 +1,4 @@
-"""Quantised checkpoints load the weights of their dequantised values, for the formats that transformers reads."""
+"""Quantised checkpoints load as their dequantised weights, for formats that transformers reads."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def quantised(directory: Path, tensors: dict[str, Tensor], settings: dict[str, A
 
 
 def in_fp8(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    made = {}
+    result = {}
     for name, tensor in tensors.items():
         if tensor.ndim != 2 or "proj" not in name:
-            made[name] = tensor
+            result[name] = tensor
             continue
         rows, columns = (-(-n // size) for n in tensor.shape)
         scale = torch.empty(rows, columns)
@@ -54,19 +54,19 @@ def in_fp8(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
                 part = slice(size * i, size * (i + 1)), slice(size * j, size * (j + 1))
                 scale[i, j] = tensor[part].float().abs().max() / 448
                 values[part] = (tensor[part].float() / scale[i, j]).to(torch.float8_e4m3fn)
-        made |= {name: values, f"{name}_scale_inv": scale}
-    return made
+        result |= {name: values, f"{name}_scale_inv": scale}
+    return result
 
 
 def same(module: Any, other: Any) -> None:
-    own, theirs = module.state_dict(), other.state_dict()
-    assert own.keys() == theirs.keys()
-    for name, tensor in own.items():
-        assert torch.equal(tensor, theirs[name]), name
+    actual, expected = module.state_dict(), other.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def same_parts(directory: Path, module: torch.nn.Module) -> None:
-    """What two ranks of an engine read: of a mixture half of the experts each."""
+    """Two ranks of an engine read their slices of the weights; of a mixture, half of the experts each."""
     expected = module.state_dict()
     for rank in range(2):
         part = outline(directory, dtype="bfloat16")
@@ -81,22 +81,22 @@ def same_parts(directory: Path, module: torch.nn.Module) -> None:
     [LlamaConfig(**SIZES), Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)],
     ids=lambda config: config.model_type,
 )
-def test_fp8_in_blocks_is_read_as_transformers_reads_it(config: Any, tmp_path: Path) -> None:
+def test_block_fp8_loads_like_transformers(config: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     directory = quantised(tmp_path, in_fp8(saved(config, tmp_path), 32), FP8)
-    own = models.load_policy(directory, dtype="bfloat16").module
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    same(own, theirs)
-    assert parameters(str(directory)) == sum(p.numel() for p in own.parameters())
+    loaded = models.load_policy(directory, dtype="bfloat16").module
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    same(loaded, expected)
+    assert parameters(str(directory)) == sum(p.numel() for p in loaded.parameters())
     part = outline(directory, dtype="bfloat16")
     assert part.readable
     fill(part.module, part.read, {}, "cpu")
-    same(part.module, own)
-    same_parts(directory, own)
+    same(part.module, loaded)
+    same_parts(directory, loaded)
 
 
-def test_a_block_at_the_end_of_a_matrix_is_cut(tmp_path: Path) -> None:
-    """DeepSeek-V3's keys and values have 576 rows, four and a half blocks of 128."""
+def test_partial_fp8_block_at_the_end_of_a_matrix(tmp_path: Path) -> None:
+    """As in DeepSeek-V3, whose keys and values have 576 rows, four and a half blocks of 128."""
     tensors = saved(LlamaConfig(**SIZES), tmp_path)
     small = in_fp8(tensors, 40)
     directory = quantised(tmp_path, small, {**FP8, "weight_block_size": [40, 40]})
@@ -107,7 +107,7 @@ def test_a_block_at_the_end_of_a_matrix_is_cut(tmp_path: Path) -> None:
     assert float((loaded - tensors[name].float()).abs().max()) < 0.07 * float(tensors[name].float().abs().max())
 
 
-def test_mxfp4_is_read_as_transformers_reads_it_and_saved_plain(tmp_path: Path) -> None:
+def test_mxfp4_loads_like_transformers_and_is_saved_unquantised(tmp_path: Path) -> None:
     config = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     plain = saved(config, tmp_path)
     generator = torch.Generator().manual_seed(2)
@@ -125,17 +125,17 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_saved_plain(tmp_path: Path) 
             packed[name] = tensor
     directory = quantised(tmp_path, packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     loaded = models.load_policy(directory, dtype="bfloat16")
-    theirs = AutoModelForCausalLM.from_pretrained(
+    expected = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
-    same(loaded.module, theirs)
+    same(loaded.module, expected)
     same_parts(directory, loaded.module)
-    again = models.save(loaded.module, loaded.tokenizer, tmp_path / "again")
-    assert "quantization_config" not in json.loads((again / "config.json").read_text())
-    same(models.load_policy(again, dtype="bfloat16").module, loaded.module)
+    resaved = models.save(loaded.module, loaded.tokenizer, tmp_path / "again")
+    assert "quantization_config" not in json.loads((resaved / "config.json").read_text())
+    same(models.load_policy(resaved, dtype="bfloat16").module, loaded.module)
 
 
-def test_scales_that_are_missing_or_of_other_blocks_are_named(tmp_path: Path) -> None:
+def test_missing_or_mismatched_scales_are_rejected_by_name(tmp_path: Path) -> None:
     small = in_fp8(saved(LlamaConfig(**SIZES), tmp_path), 32)
     name = "model.layers.0.self_attn.q_proj.weight"
     directory = quantised(tmp_path, small, {**FP8, "weight_block_size": [16, 32]})

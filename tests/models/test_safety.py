@@ -19,12 +19,13 @@ WATCHED = ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.
 
 
 class Watch:
-    """Audit events of the code under `with`: unpickling, processes, connections, and opening of `directory`'s code."""
+    """Audit events inside the `with` block: unpickling, processes, connections, and opening code or pickles of
+    `directory`."""
 
     def __init__(self) -> None:
         self.directory: str | None = None
         self.seen: list[str] = []
-        sys.addaudithook(self._hook)  # cannot be taken off again, so it is one for all tests and idles between them
+        sys.addaudithook(self._hook)  # audit hooks cannot be removed, so all tests share one, inactive between them
 
     def _hook(self, event: str, arguments: tuple[object, ...]) -> None:
         if self.directory is None:
@@ -48,7 +49,7 @@ def watch() -> Watch:
 
 
 class Canary:
-    """Unpickling one creates the file."""
+    """Unpickling it creates the file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,7 +59,9 @@ class Canary:
 
 
 @pytest.mark.parametrize("remote_code", [False, True])
-def test_pickles_and_remote_code_are_refused_and_nothing_runs(remote_code: bool, tmp_path: Path, watch: Watch) -> None:
+def test_pickles_and_remote_code_are_rejected_without_execution(
+    remote_code: bool, tmp_path: Path, watch: Watch
+) -> None:
     directory, canary = tmp_path / "model", tmp_path / "canary"
     write_plain(causal(), directory)
     (directory / "model.safetensors").unlink()
@@ -79,14 +82,14 @@ def test_pickles_and_remote_code_are_refused_and_nothing_runs(remote_code: bool,
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "m.pt", "m.pth", "m.ckpt"])
-def test_pickled_weights_alone_are_refused(name: str, tmp_path: Path) -> None:
+def test_models_with_only_pickled_weights_are_rejected(name: str, tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     with pytest.raises(UnsafeModel, match=f"only pickled weights .{name}.*convert them to safetensors"):
         models.load_policy(tmp_path)
 
 
-def test_beside_safetensors_a_pickle_is_ignored(tmp_path: Path) -> None:
+def test_pickle_next_to_safetensors_is_ignored(tmp_path: Path) -> None:
     module = causal()
     write_plain(module, tmp_path)
     torch.save({"x": Canary(str(tmp_path / "canary"))}, tmp_path / "pytorch_model.bin")
@@ -103,7 +106,7 @@ def test_beside_safetensors_a_pickle_is_ignored(tmp_path: Path) -> None:
         ("config.json", {"attn_implementation": "somebody/kernel"}, "requests downloaded kernels"),
     ],
 )
-def test_custom_code_is_refused(file: str, change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_custom_code_is_rejected(file: str, change: dict[str, object], words: str, tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     (tmp_path / file).write_text(json.dumps({**json.loads((tmp_path / file).read_text()), **change}))
     with pytest.raises(UnsafeModel, match=words):
@@ -112,7 +115,7 @@ def test_custom_code_is_refused(file: str, change: dict[str, object], words: str
         models.load_tokenizer(tmp_path)
 
 
-def test_adapters_are_not_whole_models(tmp_path: Path) -> None:
+def test_adapters_are_rejected_as_models(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/base"}')
     with pytest.raises(ModelError, match="merge it into its base model"):

@@ -34,7 +34,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("limit", [0, 100, 3_000, 20_000])
-def test_a_full_disk_leaves_what_was_there(limit: int, tmp_path: Path) -> None:
+def test_full_disk_keeps_the_previous_save_intact(limit: int, tmp_path: Path) -> None:
     old, tokenizer = causal(), byte_tokenizer()
     models.save(old, tokenizer, tmp_path / "m")
     before = files(tmp_path)
@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_what_was_there(limit: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_full_disk_while_the_tokenizer_is_written(tmp_path: Path) -> None:
+def test_full_disk_while_writing_the_tokenizer_leaves_nothing(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<extra {i}>" for i in range(500)])
     small = causal(vocab_size=8, num_hidden_layers=1, hidden_size=4, intermediate_size=4)
@@ -62,7 +62,7 @@ def test_a_full_disk_while_the_tokenizer_is_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_save_replaces_the_first_whole(tmp_path: Path) -> None:
+def test_second_save_replaces_the_first_completely(tmp_path: Path) -> None:
     module = causal()
     module.save_pretrained(tmp_path / "m", max_shard_size="8KB")
     models.save(module, byte_tokenizer(), tmp_path / "m")
@@ -70,7 +70,7 @@ def test_a_second_save_replaces_the_first_whole(tmp_path: Path) -> None:
     assert same(models.load_policy(tmp_path / "m").module, module)
 
 
-def test_where_the_kernel_cannot_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_works_without_rename_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "RENAME_EXCHANGE", 1 << 20)
     module = causal()
     models.save(causal(tied=True), byte_tokenizer(), tmp_path / "m")
@@ -79,7 +79,7 @@ def test_where_the_kernel_cannot_exchange(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_other_peoples_files_are_never_replaced(tmp_path: Path) -> None:
+def test_save_does_not_overwrite_unrelated_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(StorageError, match=r"holds 'thesis.tex', which is not part of a model"):
         models.save(causal(), byte_tokenizer(), tmp_path)
@@ -106,7 +106,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_attention_in_use_is_not_written_down(tmp_path: Path) -> None:
+def test_attention_implementation_is_not_saved(tmp_path: Path) -> None:
     module = causal()
     module.set_attn_implementation("eager")
     models.save(module, byte_tokenizer(), tmp_path / "m")
@@ -115,13 +115,13 @@ def test_the_attention_in_use_is_not_written_down(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_reasons_come_from_the_system() -> None:
+def test_storage_errors_are_recognised() -> None:
     assert saving._is_storage(OSError(errno.ENOSPC, "No space left on device"))
     assert saving._is_storage(Exception("No space left on device (os error 28)"))
     assert not saving._is_storage(ValueError("shape"))
 
 
-def test_the_weights_are_as_readable_as_the_config(tmp_path: Path) -> None:
+def test_all_saved_files_have_the_same_permissions(tmp_path: Path) -> None:
     models.save(causal(), byte_tokenizer(), tmp_path / "a")
     modes = {file.stat().st_mode for file in (tmp_path / "a").iterdir() if file.is_file()}
     assert len(modes) == 1

@@ -19,7 +19,7 @@ TOKENIZER = byte_tokenizer()
 CONTROL = set(TOKENIZER.all_special_ids) | {TOKENIZER.convert_tokens_to_ids(text) for text in SPECIALS}
 
 
-def test_control_strings_become_tokens_only_when_asked() -> None:
+def test_control_strings_become_tokens_only_with_control() -> None:
     text = "hello<|im_end|>\n<|im_start|>system\n"
     assert CONTROL & set(encode(TOKENIZER, text, control=True))
     ids = encode(TOKENIZER, text)
@@ -36,13 +36,13 @@ fragments = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(parts=fragments)
-def test_no_text_yields_a_control_token_and_all_of_it_is_kept(parts: list[str]) -> None:
+def test_encoded_text_has_no_control_tokens_and_round_trips(parts: list[str]) -> None:
     ids = encode(TOKENIZER, "".join(parts))
     assert not CONTROL & set(ids)
     assert TOKENIZER.decode(ids) == "".join(parts)
 
 
-def test_threads_that_ask_for_different_things_do_not_mix() -> None:
+def test_concurrent_encoding_with_and_without_control_tokens() -> None:
     text = "a<|im_end|>b"
     literal, parsed = encode(TOKENIZER, text), encode(TOKENIZER, text, control=True)
     with ThreadPoolExecutor(4) as pool:
@@ -56,19 +56,19 @@ def words(vocabulary: list[str], unk: str, **extra: str) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unk, **extra)
 
 
-def test_a_vocabulary_that_holds_the_control_string_as_a_word() -> None:
+def test_control_string_that_is_also_a_vocabulary_word() -> None:
     tokenizer = words(["<unk>", "</s>", "hi", "<", "/s>"], "<unk>", eos_token="</s>", pad_token="</s>")
     assert encode(tokenizer, "hi </s> hi") == [2, 3, 4, 2]
     assert encode(tokenizer, "what") == [0]
 
 
-def test_a_text_that_can_only_be_a_control_token_is_refused() -> None:
+def test_text_that_can_only_become_a_control_token_is_rejected() -> None:
     tokenizer = words(["</s>", "hi"], "</s>", eos_token="</s>", pad_token="</s>")
     with pytest.raises(RequestError, match="yields the control token '</s>'"):
         encode(tokenizer, "unheard")
 
 
-def test_control_strings_that_appear_by_normalising() -> None:
+def test_control_strings_created_by_normalisation_are_not_control_tokens() -> None:
     backend = Tokenizer(models.WordLevel({"<": 0, "s": 1, ">": 2, "?": 3}, unk_token="?"))
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -80,12 +80,12 @@ def test_control_strings_that_appear_by_normalising() -> None:
     assert tokenizer.eos_token_id not in encode(tokenizer, "＜s＞")
 
 
-def test_what_is_not_unicode_is_refused() -> None:
+def test_invalid_unicode_is_rejected() -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         encode(TOKENIZER, json.loads('"a\\ud800b"'))
 
 
-def test_bos_ids_are_what_the_tokenizer_puts_first() -> None:
+def test_bos_ids_are_the_tokens_the_tokenizer_prepends() -> None:
     from tokenizers import processors
 
     assert bos_ids(TOKENIZER) == []
@@ -97,7 +97,7 @@ def test_bos_ids_are_what_the_tokenizer_puts_first() -> None:
     assert bos_ids(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_start|>")]
 
 
-def test_tokens_added_later_are_respected() -> None:
+def test_control_tokens_added_later_are_recognised() -> None:
     tokenizer = byte_tokenizer()
     assert encode(tokenizer, "<tool>")
     tokenizer.add_tokens([AddedToken("<tool>", special=True)], special_tokens=True)
@@ -105,7 +105,7 @@ def test_tokens_added_later_are_respected() -> None:
     assert tokenizer.convert_tokens_to_ids("<tool>") not in encode(tokenizer, "<tool>")
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_tokenizers_are_rejected(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path, byte_tokenizer(pad=None, eos=None))
     with pytest.raises(ModelError, match=r"neither a pad nor an eos token; set one"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Encoders with a class head: the scores of plain transformers, alone and padded together."""
+"""Encoders with a class head: scores equal plain transformers, alone and in padded batches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PAIRS: list[tuple[str, str | None]] = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_those_of_transformers_alone_and_together(tmp_path: Path, family: str) -> None:
+def test_logits_match_transformers_alone_and_batched(tmp_path: Path, family: str) -> None:
     directory = encoder(tmp_path, family, labels=3)
     expected = plain(directory, PAIRS).numpy()
-    assert np.abs(expected[0] - expected[3]).max() > 1e-3  # it tells texts apart
+    assert np.abs(expected[0] - expected[3]).max() > 1e-3  # different texts get different scores
     loaded = load_any(directory)
     assert looks_ahead(loaded.module)
     model = TextClassifier(loaded)
@@ -33,20 +33,20 @@ def test_rows_are_those_of_transformers_alone_and_together(tmp_path: Path, famil
     ids = [row["input_ids"] for row in rows]
     types = [bytes(row["token_type_ids"]) if model.typed else b"" for row in rows]
     assert np.abs(model.logits(ids, types) - expected).max() < 1e-5
-    for place in range(len(PAIRS)):
-        assert np.abs(model.logits([ids[place]], [types[place]])[0] - expected[place]).max() < 1e-5
+    for i in range(len(PAIRS)):
+        assert np.abs(model.logits([ids[i]], [types[i]])[0] - expected[i]).max() < 1e-5
     longest = model.logits([[5] * model.limit], [b""])
     assert np.isfinite(longest).all()
-    if family in DOUBLED:  # one more token and transformers itself has no position for it
+    if family in DOUBLED:  # transformers itself has no position for one more token
         with pytest.raises((IndexError, RuntimeError)):
             model.logits([[5] * (model.limit + 1)], [b""])
 
 
-def test_decoders_do_not_look_ahead() -> None:
+def test_decoders_are_detected_as_causal() -> None:
     assert not any(looks_ahead(tiny.model(family, kind="sequence")) for family in ("llama", "gemma2", "gpt_neox"))
 
 
-def test_one_whose_padding_counts_is_refused(tmp_path: Path) -> None:
+def test_model_that_ignores_the_attention_mask_is_rejected(tmp_path: Path) -> None:
     loaded = load_any(encoder(tmp_path, "bert"))
     plain_forward = loaded.module.forward
 

@@ -44,14 +44,14 @@ def edit(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
     )
 
 
-def test_truncation_is_named_by_the_tensor(copy: Path) -> None:
+def test_truncated_file_error_names_the_tensor(copy: Path) -> None:
     file = copy / "model.safetensors"
     content = file.read_bytes()
     spans = sorted((v["data_offsets"], k) for k, v in _header(content).items() if k != "__metadata__")
     file.write_bytes(content[:-1])
     assert f"is truncated: tensor {spans[-1][1]!r}" in refusal(copy)
-    cut = 8 + struct.unpack("<Q", content[:8])[0] + spans[3][0][0] + 1
-    file.write_bytes(content[:cut])
+    length = 8 + struct.unpack("<Q", content[:8])[0] + spans[3][0][0] + 1
+    file.write_bytes(content[:length])
     assert f"tensor {spans[3][1]!r}" in refusal(copy)
 
 
@@ -71,7 +71,7 @@ def _header(content: bytes) -> dict[str, dict[str, list[int]]]:
         (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
     ],
 )
-def test_files_that_are_not_safetensors(content: bytes, words: str, copy: Path) -> None:
+def test_invalid_safetensors_files_are_rejected(content: bytes, words: str, copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(content)
     assert words in refusal(copy)
 
@@ -88,7 +88,7 @@ def test_files_that_are_not_safetensors(content: bytes, words: str, copy: Path) 
         ({"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}, "is truncated: tensor 'x'"),
     ],
 )
-def test_broken_entries(entry: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_invalid_header_entries_are_rejected(entry: dict[str, object], words: str, tmp_path: Path) -> None:
     header = json.dumps({"x": entry}).encode()
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
@@ -111,40 +111,40 @@ def test_a_damaged_header_is_refused_or_read_and_never_crashes(
         read_header(file)
 
 
-def test_a_wrong_shape_names_the_tensor_and_both_shapes(copy: Path) -> None:
+def test_wrong_shape_error_names_the_tensor_and_both_shapes(copy: Path) -> None:
     edit(copy, {"model.layers.1.mlp.up_proj.weight": torch.zeros(32, 15)})
     message = refusal(copy)
     assert "tensor 'model.layers.1.mlp.up_proj.weight' has shape [32, 15], config.json makes it [32, 16]" in message
 
 
-def test_missing_and_unexpected_tensors(copy: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named(copy: Path) -> None:
     edit(copy, {"model.norm.weight": None, "lm_head.weight": None})
     assert "lacks tensor 'lm_head.weight' and 1 more" in refusal(copy)
     edit(copy, {"model.norm.weight": torch.ones(16), "lm_head.weight": torch.ones(300, 16), "stray": torch.ones(1)})
     assert "has the unexpected tensor 'stray'" in refusal(copy)
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_damaged_shards_and_index_are_rejected(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path, max_shard_size="8KB")
     index = tmp_path / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    shard = tmp_path / places["model.norm.weight"]
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shard = tmp_path / weight_map["model.norm.weight"]
     content = shard.read_bytes()
     shard.unlink()
     assert f"lacks the shard {shard.name}" in refusal(tmp_path)
     shard.write_bytes(content[:-2])
     assert "is truncated" in refusal(tmp_path)
     shard.write_bytes(content)
-    other = next(name for name in places.values() if name != shard.name)
-    index.write_text(json.dumps({"weight_map": {**places, "model.norm.weight": other}}))
+    other = next(name for name in weight_map.values() if name != shard.name)
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": other}}))
     assert "lacks tensor 'model.norm.weight', which model.safetensors.index.json puts there" in refusal(tmp_path)
-    index.write_text(json.dumps({"weight_map": {**places, "model.norm.weight": "../x.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": "../x.safetensors"}}))
     assert "not a file name" in refusal(tmp_path)
     index.write_text("{}")
     assert "has no weight_map" in refusal(tmp_path)
 
 
-def test_mixtures_of_experts_that_transformers_fuses_are_checked_too(tmp_path: Path) -> None:
+def test_fused_mixture_of_experts_weights_are_loaded(tmp_path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(1)
