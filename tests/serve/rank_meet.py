@@ -1,4 +1,4 @@
-"""Two stages of a model meet in a file, and the second is slow. A test runs this on each rank:
+"""Rendezvous of two pipeline stages through a file, with a slow second stage. A test runs this on each rank:
 python -m tests.serve.rank_meet DIRECTORY"""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from plaudit.config.reward import LogprobsTable
 from plaudit.serve.workers.ranks import RankGroup
 
-SECONDS = 0.5  # in which a rank that leaves too early has left
+SECONDS = 0.5  # enough for a rank that leaves the rendezvous too early
 JOIN_SECONDS = 60.0
 
 
@@ -32,9 +32,9 @@ def main(directory: Path) -> None:
         channel = group.led(lambda: group.meet({}))
         assert not Path(meeting.name).exists(), "all have met"
     else:
-        until = time.monotonic() + JOIN_SECONDS
+        deadline = time.monotonic() + JOIN_SECONDS
         while not place.exists():
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         meeting_place = Path(place.read_text())
         group = RankGroup(1, dist.FileStore(f"{meeting_place}/store", 2), table, 0)
@@ -46,16 +46,16 @@ def main(directory: Path) -> None:
 
 
 def linger(place: Path) -> None:
-    """Take time over every group, as a process does that has no core: what it reads must stay there."""
+    """Slow down the creation of every group, as in a process without a free core: the files that it reads must stay."""
     new_group = dist.new_group
 
     def slow(*args: Any, **options: Any) -> Any:
-        made = new_group(*args, **options)
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
+        group = new_group(*args, **options)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
             assert place.exists(), "rank 0 has removed the place where they meet"
             time.sleep(0.05)
-        return made
+        return group
 
     dist.new_group = slow
 
