@@ -279,7 +279,7 @@ CLIENTS = (
         "TEI",
         "predict, rerank, info; decoders and encoders",
         "shapes",
-        "tests/serve/test_encoders.py::test_tei_reranks_and_cuts_what_is_too_long_unless_told_not_to",
+        "tests/serve/test_encoders.py::test_tei_rerank_truncates_long_texts_unless_truncate_is_false",
         "tei",
         "",
         "",

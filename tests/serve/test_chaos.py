@@ -236,7 +236,7 @@ def test_requests_succeed_while_the_worker_is_killed_repeatedly(
 
 
 def test_a_worker_that_stays_stopped_is_replaced(server: ServerProcess, expected: list[list[float]]) -> None:
-    """C42: the server becomes unready (after 10 s of silence); then another worker replaces it and answers its items."""
+    """C42: the server becomes unready after 10 s of silence; then another worker replaces it and answers its items."""
     (worker,) = server.workers()
     worker.suspend()
     with ThreadPoolExecutor(1) as threads:
