@@ -224,7 +224,7 @@ CLIENTS = (
         "NeMo Gym",
         "an agent's /seed_session and /verify",
         "shapes",
-        "tests/serve/test_trainers.py::test_nemo_gym_gets_its_request_back_with_the_reward_of_the_same_chat",
+        "tests/serve/test_trainers.py::test_nemo_gym_verify_returns_the_request_with_the_reward_of_the_chat",
         "nemo-gym",
         "",
         "",
@@ -301,7 +301,7 @@ CLIENTS = (
         "Cohere, Jina, LiteLLM",
         "rerank",
         "shapes",
-        "tests/serve/test_vllm.py::test_shared_paths_go_by_the_body",
+        "tests/serve/test_vllm.py::test_shared_paths_are_routed_by_the_body",
         "vllm",
     ),
 )
