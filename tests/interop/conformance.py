@@ -290,7 +290,7 @@ CLIENTS = (
         "Infinity",
         "classify, rerank, models",
         "shapes",
-        "tests/serve/test_tei.py::test_infinity",
+        "tests/serve/test_tei.py::test_infinity_routes_return_scores_and_models",
         "infinity",
         "",
         "",

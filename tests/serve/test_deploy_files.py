@@ -66,7 +66,7 @@ def test_the_image_runs_an_existing_command() -> None:
     assert steps["USER"][0] != "root"
 
 
-def test_compose() -> None:
+def test_compose_file_matches_the_configuration() -> None:
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     assert parsed(service["command"])["config"] == Path(CONFIG)
@@ -78,7 +78,7 @@ def test_compose() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > table.drain_delay + table.drain_seconds
 
 
-def test_kubernetes() -> None:
+def test_kubernetes_manifest_matches_the_configuration() -> None:
     documents = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
     config, deployment, service = (documents[kind] for kind in ("ConfigMap", "Deployment", "Service"))
     assert (config["apiVersion"], deployment["apiVersion"], service["apiVersion"]) == ("v1", "apps/v1", "v1")
@@ -104,7 +104,7 @@ def test_kubernetes() -> None:
 
 
 @pytest.mark.parametrize("key", ["execstartpre", "execstart"])
-def test_systemd(key: str) -> None:
+def test_systemd_unit_matches_the_configuration(key: str) -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.read(DEPLOY / "plaudit.service")
     service = unit["Service"]

@@ -140,7 +140,7 @@ def test_an_added_step_computes_only_its_own_tokens_on_other_routes(
     def computed() -> float:
         return server.metric("plaudit_tokens_total", model="llemma-prm", kind="computed")
 
-    def ask(ids: list[int]) -> None:
+    def send(ids: list[int]) -> None:
         rows = [("tokens", [1, len(ids)], ids), ("sequence_lengths", [1, 1], [len(ids)])]
         inputs = [{"name": name, "shape": shape, "datatype": "INT64", "data": data} for name, shape, data in rows]
         bodies: dict[str, Any] = {
@@ -152,13 +152,13 @@ def test_an_added_step_computes_only_its_own_tokens_on_other_routes(
         assert reply.status_code == 200, reply.text
 
     text = f"{QUESTION} {door} {STEPS[0]}"
-    ask(tokenizer.encode(text))
+    send(tokenizer.encode(text))
     for depth in range(1, 6):
         before, text = computed(), text + STEPS[depth % 3]
-        ask(tokenizer.encode(text))
+        send(tokenizer.encode(text))
         assert computed() - before <= len(tokenizer.encode(STEPS[depth % 3])) + 2
     before = computed()
-    ask(tokenizer.encode(text))
+    send(tokenizer.encode(text))
     assert computed() == before
 
 

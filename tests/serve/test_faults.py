@@ -45,7 +45,7 @@ def scores(reply: httpx.Response) -> list[float]:
     return [item["scores"][0] for item in answers(reply)]
 
 
-def ask(server: ServerProcess, content: list[dict[str, Any]]) -> httpx.Response:
+def request_scores(server: ServerProcess, content: list[dict[str, Any]]) -> httpx.Response:
     return server.rewards(content, cache=False)
 
 
@@ -125,9 +125,9 @@ def _mended(faults: Faults) -> Iterator[None]:
 def test_items_of_a_failed_step_are_computed_again(server: ServerProcess, faults: Faults) -> None:
     """C37: the items are computed again, one by one, and no client sees an error."""
     batch = items(6)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     faults.set("raise", once=True)
-    assert scores(ask(server, batch)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert faults.met
     assert model(server)["restarts"] == 0
 
@@ -138,16 +138,16 @@ def test_only_an_item_that_always_fails_gets_an_error(
     """C38: only this item gets an error, which discloses no internals; the others get their scores, also while other
     work keeps arriving."""
     batch = items(12)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     faults.set("raise", tokens=batch[5]["tokens"])
     busy = True
 
     def others() -> None:
         while busy:
-            scores(ask(server, items(4)))
+            scores(request_scores(server, items(4)))
 
     other = threads.submit(others)
-    replies = list(threads.map(lambda _: answers(ask(server, batch)), range(3)))
+    replies = list(threads.map(lambda _: answers(request_scores(server, batch)), range(3)))
     busy = False
     other.result()
     for reply in replies:
@@ -156,15 +156,15 @@ def test_only_an_item_that_always_fails_gets_an_error(
         rest = [item["scores"][0] for i, item in enumerate(reply) if i != 5]
         assert rest == pytest.approx(expected[:5] + expected[6:], abs=5e-5)
     faults.clear()
-    assert scores(ask(server, batch)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
 
 
 def test_out_of_memory_splits_the_batch_and_halves_the_budget(server: ServerProcess, faults: Faults) -> None:
     """C39: the batch is split, the budget of a step is halved (once, however many items), and all get their scores."""
     batch = items(20)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     faults.set("memory", once=True)
-    assert scores(ask(server, batch)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert faults.met
     assert model(server)["budget"] == BUDGET // 2
     assert model(server)["restarts"] == 0
@@ -175,7 +175,7 @@ def test_overload_is_rejected_with_the_configured_status_429(
 ) -> None:
     """B27: with `overload_status = 429` overload is rejected with this status."""
     faults.set("hold")
-    replies = [threads.submit(ask, server, items(30, 250)) for _ in range(5)]
+    replies = [threads.submit(request_scores, server, items(30, 250)) for _ in range(5)]
     until("refused", lambda: sum(reply.done() for reply in replies) == 3)
     refused = [reply.result() for reply in replies if reply.done()]
     faults.clear()
@@ -196,7 +196,7 @@ def test_a_blocked_event_loop_is_reported_and_the_health_port_answers(server: Se
     until("logged", lambda: any(e["event"] == "loop_blocked" and e["seconds"] > 2 for e in server.events()))
     slow = server.metric("plaudit_loop_lag_seconds_count") - server.metric("plaudit_loop_lag_seconds_bucket", le="2.5")
     assert slow >= 1
-    scores(ask(server, items(1)))
+    scores(request_scores(server, items(1)))
 
 
 @pytest.mark.slow
@@ -205,11 +205,11 @@ def test_a_stopped_worker_resumes_and_answers_waiting_requests(
 ) -> None:
     """C42: unready after 10 s of silence, live all the time; when the worker resumes, waiting requests are answered."""
     batch = items(4)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     (worker,) = server.workers()
     worker.suspend()
     try:
-        waiting = threads.submit(ask, server, batch)
+        waiting = threads.submit(request_scores, server, batch)
         until("not ready", lambda: not server.ready(), 25)  # a worker is replaced after 30
         assert server.http.get("/health/live").status_code == 200
     finally:
@@ -222,10 +222,10 @@ def test_a_stopped_worker_resumes_and_answers_waiting_requests(
 def test_a_worker_with_a_lost_device_is_replaced(server: ServerProcess, faults: Faults) -> None:
     """C40: the worker exits, and another one replaces it and answers its items."""
     batch = items(6)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     (worker,) = server.workers()
     faults.set("sticky", once=True)
-    assert scores(ask(server, batch)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert server.workers()[0].pid != worker.pid
     assert any(e["event"] == "model" and "exited with code 3" in e["reason"] for e in server.events())
 
@@ -235,10 +235,10 @@ def test_a_killed_worker_is_replaced_and_every_item_is_answered(
 ) -> None:
     """C41: unready until another worker has loaded; every item is answered, with the same scores."""
     batches = [items(6) for _ in range(4)]
-    expected = [scores(ask(server, content)) for content in batches]
+    expected = [scores(request_scores(server, content)) for content in batches]
     restarts = model(server)["restarts"]
     faults.set("hold")
-    replies = [threads.submit(ask, server, content) for content in batches]
+    replies = [threads.submit(request_scores, server, content) for content in batches]
     until("held", lambda: model(server)["held_tokens"] > 0)
     server.workers()[0].kill()
     faults.clear()
@@ -253,7 +253,7 @@ def test_a_killed_worker_is_replaced_and_every_item_is_answered(
 def test_an_item_that_kills_the_worker(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
     """C41, C43: only this item gets `worker_crash`, the others get their scores, and the model stays in service."""
     batch = items(6)
-    expected = scores(ask(server, batch))
+    expected = scores(request_scores(server, batch))
     faults.set("exit", tokens=batch[2]["tokens"])
 
     def patient(content: list[dict[str, Any]]) -> httpx.Response:
@@ -266,7 +266,7 @@ def test_an_item_that_kills_the_worker(server: ServerProcess, faults: Faults, th
     assert rest == pytest.approx(expected[:2] + expected[3:], abs=5e-5)
     scores(other.result())
     faults.clear()
-    assert scores(ask(server, batch)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert server.ready()
 
 
@@ -312,13 +312,13 @@ def test_sigterm_drains_open_requests(server: ServerProcess, faults: Faults, thr
     """C45: unready at once, new work is rejected, accepted requests are answered, exit code 0, no process is left. The
     module's server ends here."""
     faults.set("hold")
-    waiting = threads.submit(ask, server, items(20))
+    waiting = threads.submit(request_scores, server, items(20))
     until("held", lambda: model(server)["held_tokens"] > 0)
     processes = descendants(server)
     server.process.send_signal(signal.SIGTERM)
     until("draining", lambda: server.http.get("/health/ready").status_code == 503, 30)
     assert server.http.get("/health/live").status_code == 200
-    refused = ask(server, items(1))
+    refused = request_scores(server, items(1))
     assert refused.status_code == 503
     assert refused.json()["error"]["type"] == "draining"
     assert int(refused.headers["retry-after"]) >= 1
@@ -341,7 +341,7 @@ def test_a_full_disk_is_survived_and_a_second_signal_ends_the_drain(
         assert len(expected) == 3
         until("counted", lambda: server.metric("plaudit_log_failures_total") > 3, 60)
         faults.set("hold")
-        waiting = threads.submit(ask, server, items(1))
+        waiting = threads.submit(request_scores, server, items(1))
         until("held", lambda: model(server)["held_tokens"] > 0)
         processes = descendants(server)
         server.process.send_signal(signal.SIGTERM)
@@ -361,7 +361,7 @@ def test_a_model_fails_after_three_worker_deaths_in_a_row(faults: Faults, thread
         processes = descendants(server)
         server.workers()[0].kill()
         until("not ready", lambda: not server.ready(), 60)
-        waiting = threads.submit(ask, server, items(2))
+        waiting = threads.submit(request_scores, server, items(2))
         assert server.process.wait(120) == 1
         assert exited(processes)
         try:

@@ -178,10 +178,10 @@ def test_the_reward_client_gives_the_same_results_over_grpc_and_http(server: Ser
 
 
 @pytest.mark.slow
-def test_mutual_tls(tmp_path: Path) -> None:
+def test_mutual_tls_requires_a_trusted_client_certificate(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.give("server", ExtendedKeyUsageOID.SERVER_AUTH)
-    client, stranger = (
+    client, untrusted = (
         [str(file) for file in authority.give(name, ExtendedKeyUsageOID.CLIENT_AUTH)]
         for authority, name in ((ours, "client"), (others, "stranger"))
     )
@@ -190,7 +190,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
         port, call = port_of(server), {"method": "ServerLive"}
         ca = str(ours.file)
         assert asked(port, call, ca=ca, cert=client[0], key=client[1]) == [{"live": True}]
-        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=stranger[0], key=stranger[1])
+        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=untrusted[0], key=untrusted[1])
         assert refused["status"] == "UNAVAILABLE"
         (plain,) = asked(port, {**call, "wait": False})
         assert plain["status"] == "UNAVAILABLE"

@@ -58,7 +58,7 @@ def server(file: KeyFile) -> Iterator[ServerProcess]:
         yield server
 
 
-def ask(server: ServerProcess, key: str | None, method: str = "POST", path: str = "/v1/rewards") -> httpx.Response:
+def send(server: ServerProcess, key: str | None, method: str = "POST", path: str = "/v1/rewards") -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return server.http.request(method, path, headers=headers, json=SCORE if method == "POST" else None)
 
@@ -103,18 +103,18 @@ def test_a_key_does_what_its_roles_allow(server: ServerProcess, file: KeyFile) -
     }  # fmt: skip
     for name, expected in statuses.items():
         key = file.keys.get(name)
-        replies = (ask(server, key), ask(server, key, "GET", "/metrics"), ask(server, key, path="/admin/swap"))
+        replies = (send(server, key), send(server, key, "GET", "/metrics"), send(server, key, path="/admin/swap"))
         assert tuple(reply.status_code for reply in replies) == expected, name
         for reply in replies:
             if reply.status_code == 403:
                 error = reply.json()["error"]
                 assert error["type"] == "forbidden"
                 assert f"'{name}'" in error["message"]
-        assert ask(server, key, "GET", "/v1/models").status_code == (401 if key is None else 200)
-    assert ask(server, FLAG_KEY).status_code == 200
-    assert ask(server, FLAG_KEY, "GET", "/metrics").status_code == 200
+        assert send(server, key, "GET", "/v1/models").status_code == (401 if key is None else 200)
+    assert send(server, FLAG_KEY).status_code == 200
+    assert send(server, FLAG_KEY, "GET", "/metrics").status_code == 200
     for path in ("/health/live", "/health/ready", "/v2/health/ready"):
-        assert ask(server, None, "GET", path).status_code == 200
+        assert send(server, None, "GET", path).status_code == 200
 
 
 def test_a_missing_role_is_reported_in_each_protocols_error_format(server: ServerProcess, file: KeyFile) -> None:
@@ -130,41 +130,41 @@ def test_a_missing_role_is_reported_in_each_protocols_error_format(server: Serve
         "/generate": lambda body: body["error"]["message"],
     }
     for path, message in shapes.items():
-        reply = ask(server, file.keys["prometheus"], path=path)
+        reply = send(server, file.keys["prometheus"], path=path)
         assert reply.status_code == 403, (path, reply.text)
         assert "needs a key with the role score" in message(reply.json()), path
 
 
 def test_an_expired_key_is_rejected(server: ServerProcess, file: KeyFile) -> None:
-    reply = ask(server, file.keys["old"])
+    reply = send(server, file.keys["old"])
     assert reply.status_code == 401
     assert "expired" in reply.json()["error"]["message"]
     assert "2020-01-01" in reply.json()["error"]["message"]
 
 
 def test_requests_beyond_the_rate_get_429_with_retry_after(server: ServerProcess, file: KeyFile) -> None:
-    replies = [ask(server, file.keys["slow"], "GET", "/v1/models") for _ in range(3)]
+    replies = [send(server, file.keys["slow"], "GET", "/v1/models") for _ in range(3)]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 30
     error = replies[-1].json()["error"]
     assert (error["type"], error["retryable"]) == ("quota", True)
     assert "2 requests per minute" in error["message"]
-    assert ask(server, None, "GET", "/health/ready").status_code == 200
-    assert ask(server, file.keys["ann"]).status_code == 200
+    assert send(server, None, "GET", "/health/ready").status_code == 200
+    assert send(server, file.keys["ann"]).status_code == 200
     assert server_metric(server, file, "plaudit_rejected_total", reason="quota") == 1
 
 
 def test_tokens_beyond_the_quota_delay_the_next_request(server: ServerProcess, file: KeyFile) -> None:
     key = file.keys["thrifty"]
     spent = 0
-    while (reply := ask(server, key)).status_code == 200:
+    while (reply := send(server, key)).status_code == 200:
         spent += reply.json()["usage"]["tokens"]
         assert spent <= 100
     assert spent >= 30
     assert reply.status_code == 429
     assert reply.json()["error"]["type"] == "quota"
     assert 1 <= int(reply.headers["retry-after"]) <= 2 * (spent - 30) + 3
-    assert ask(server, key, "GET", "/v1/models").status_code == 200, "which has no tokens"
+    assert send(server, key, "GET", "/v1/models").status_code == 200, "which has no tokens"
 
 
 def test_a_meter_limits_to_its_rate() -> None:
@@ -184,8 +184,8 @@ def test_a_meter_limits_to_its_rate() -> None:
 
 def test_the_client_waits_for_its_quota(server: ServerProcess, file: KeyFile) -> None:
     key = file.add("patient", "--requests-per-minute", "60")
-    until("known", lambda: ask(server, key, "GET", "/v1/models").status_code == 200)
-    while ask(server, key, "GET", "/v1/models").status_code == 200:
+    until("known", lambda: send(server, key, "GET", "/v1/models").status_code == 200)
+    while send(server, key, "GET", "/v1/models").status_code == 200:
         pass
     with RewardClient(server.url, model="sums", api_key=key, timeout=60) as client:
         assert client.score([("3+4+5=", "3+4=7;7+5=12;#12")])[0].value is not None
@@ -194,7 +194,7 @@ def test_the_client_waits_for_its_quota(server: ServerProcess, file: KeyFile) ->
 def test_changes_of_the_key_file_are_applied(server: ServerProcess, file: KeyFile) -> None:
     """Added, removed, broken and repaired, read on its change and on SIGHUP; other keys keep working."""
     fresh = file.add("fresh")
-    until("let in", lambda: ask(server, fresh).status_code == 200)
+    until("let in", lambda: send(server, fresh).status_code == 200)
     content = file.path.read_text()
     for broken in ("[ann]\nsha256 = 12\n", "[ann", "", "# nothing\n"):
         refused = len(logged(server, "keys_refused"))
@@ -202,7 +202,7 @@ def test_changes_of_the_key_file_are_applied(server: ServerProcess, file: KeyFil
         if broken != "[ann":  # one is read by its change alone
             server.process.send_signal(signal.SIGHUP)
         until("refused", lambda before=refused: len(logged(server, "keys_refused")) > before)  # type: ignore[misc]
-        assert ask(server, fresh).status_code == 200
+        assert send(server, fresh).status_code == 200
     file.path.unlink()
     refused = len(logged(server, "keys_refused"))
     server.process.send_signal(signal.SIGHUP)
@@ -210,20 +210,20 @@ def test_changes_of_the_key_file_are_applied(server: ServerProcess, file: KeyFil
     reason = logged(server, "keys_refused")[-1]["reason"]
     assert str(file.path) in reason
     assert "stay in use" in reason
-    assert ask(server, fresh).status_code == 200
+    assert send(server, fresh).status_code == 200
     loaded = len(logged(server, "keys_loaded"))
     file.path.write_text(content[: content.index("[fresh]")])
     server.process.send_signal(signal.SIGHUP)
     until("read", lambda: len(logged(server, "keys_loaded")) > loaded)
-    until("revoked", lambda: ask(server, fresh).status_code == 401)
-    assert ask(server, file.keys["ann"]).status_code == 200
-    assert ask(server, FLAG_KEY).status_code == 200
-    assert ask(server, file.keys["slow"], "GET", "/v1/models").status_code in (200, 429)
+    until("revoked", lambda: send(server, fresh).status_code == 401)
+    assert send(server, file.keys["ann"]).status_code == 200
+    assert send(server, FLAG_KEY).status_code == 200
+    assert send(server, file.keys["slow"], "GET", "/v1/models").status_code in (200, 429)
     assert server.process.poll() is None
 
 
 def test_the_log_has_key_names_but_no_keys(server: ServerProcess, file: KeyFile) -> None:
-    ask(server, file.keys["ann"])
+    send(server, file.keys["ann"])
     until("logged", lambda: any(each["tenant"] == "ann" for each in logged(server, "request")))
     log = server.log()
     assert not [key for key in (*file.keys.values(), FLAG_KEY) if key in log]

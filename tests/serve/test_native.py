@@ -148,7 +148,7 @@ def test_the_documentation_names_every_route(server: ServerProcess) -> None:
 def test_without_keys_only_local_hosts_and_origins_are_accepted(server: ServerProcess) -> None:
     """A page whose domain resolves to 127.0.0.1 must not send requests from its visitor's browser."""
 
-    def ask(**headers: str) -> httpx.Response:
+    def get_models(**headers: str) -> httpx.Response:
         return server.http.get("/v1/models", headers=headers)
 
     for header, value in (
@@ -156,11 +156,11 @@ def test_without_keys_only_local_hosts_and_origins_are_accepted(server: ServerPr
         ("host", "127.0.0.1.evil.example"),
         ("origin", "http://evil.example"),
     ):
-        reply = ask(**{header: value})
+        reply = get_models(**{header: value})
         assert (reply.status_code, reply.json()["error"]["type"]) == (403, "bad_host")
     for header, value in (
         ("host", "localhost:1"),
         ("host", "[::1]:5555"),
         ("origin", f"http://127.0.0.1:{server.port}"),
     ):
-        assert ask(**{header: value}).status_code == 200
+        assert get_models(**{header: value}).status_code == 200

@@ -56,18 +56,18 @@ def until(what: str, condition: Any, seconds: float = 120) -> None:
 def test_concurrent_requests_share_decode_steps(server: ServerProcess, faults: Faults) -> None:
     contents = [f"hello {number}" for number in range(8)]
 
-    def ask(content: str) -> str:
+    def generate(content: str) -> str:
         messages = [{"role": "user", "content": content}]
         text: str = chat(server, messages=messages, max_tokens=20, ignore_eos=True)["choices"][0]["message"]["content"]
         return text
 
-    alone = [ask(content) for content in contents]
+    alone = [generate(content) for content in contents]
     faults.set("hold")
     with ThreadPoolExecutor(9) as threads:
-        blocked = threads.submit(ask, "the first, in whose step the others come")
+        blocked = threads.submit(generate, "the first, in whose step the others come")
         until("held", lambda: held(server) > 0)
         baseline = held(server)
-        together = [threads.submit(ask, content) for content in contents]
+        together = [threads.submit(generate, content) for content in contents]
         until("held", lambda: held(server) > baseline + 8 * 20)
         before = faults.steps()
         faults.clear()

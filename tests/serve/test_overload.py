@@ -125,17 +125,17 @@ def _calm(starting: ServerProcess, faults: Faults) -> Iterator[None]:
 def test_the_server_is_ready_only_after_warm_up(starting: ServerProcess, faults: Faults) -> None:
     """B35: the server is not ready and accepts nothing before the model has computed steps of every size."""
     faults.set("sleep", seconds=0.3)
-    seen: set[int] = set()
+    statuses: set[int] = set()
     end = time.monotonic() + 240
-    while 200 not in seen:
+    while 200 not in statuses:
         assert time.monotonic() < end, starting.log()
         computed = faults.steps()  # read before the request, so these steps were computed before the reply
         with suppress(httpx.TransportError):
-            seen.add(starting.http.get("/health/ready").status_code)
-            if 200 not in seen:
+            statuses.add(starting.http.get("/health/ready").status_code)
+            if 200 not in statuses:
                 assert post(starting, items(1, 8)).status_code in (200, 503)
         time.sleep(0.05)
-    assert 503 in seen
+    assert 503 in statuses
     assert computed >= 4
     assert stats(starting)["max_tokens"] == 256
     faults.clear()

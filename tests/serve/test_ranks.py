@@ -293,7 +293,7 @@ def test_a_missing_node_is_reported_with_its_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(expected: list[list[float]]) -> None:
+def test_torchrun_starts_and_stops_the_ranks(expected: list[list[float]]) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
     with ServerProcess(None, "--model", "sums", "--tensor-parallel", "2", launcher=launcher) as server:
         for number in range(5):

@@ -80,14 +80,14 @@ def test_replicas_and_the_controller_may_die_under_load(
 ) -> None:
     with Load(server) as load:
         used = server.metric("plaudit_replica_items_total", model="sums")
-        for blow in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
+        for sent_signal in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
             began = time.monotonic()
             victim = actors(server, "ServeReplica:")[0]
-            victim.send_signal(blow)
+            victim.send_signal(sent_signal)
             load.goes_on()
             until("replaced", lambda victim=victim: not victim.is_running() or victim.status() == "zombie", 240)  # type: ignore[misc]
             until("both", lambda: both_ready(server), 240)
-            record_property(f"{blow.name}_both_ready_seconds", round(time.monotonic() - began, 1))
+            record_property(f"{sent_signal.name}_both_ready_seconds", round(time.monotonic() - began, 1))
         (controller,) = actors(server, "ServeController")
         if SOAK:
             controller.suspend()

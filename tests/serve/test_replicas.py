@@ -234,15 +234,15 @@ def test_a_third_replica_takes_traffic_and_a_killed_or_stopped_one_costs_nothing
         until("three", lambda: [r["state"] for r in replicas(server)] == ["ready"] * 3, 240)
         load.goes_on()
         until("used", lambda: server.metric("plaudit_replica_items_total", replica="2") > 0)
-        for blow in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
+        for sent_signal in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
             began = time.monotonic()
             before = sum(replica["restarts"] for replica in replicas(server))
-            server.workers()[0].send_signal(blow)
+            server.workers()[0].send_signal(sent_signal)
             load.goes_on()
             assert server.ready()  # the others serve
             until("back", lambda before=before: sum(r["restarts"] for r in replicas(server)) > before)  # type: ignore[misc]
             until("three", lambda: [r["state"] for r in replicas(server)] == ["ready"] * 3, 240)
-            record_property(f"{blow.name}_all_ready_seconds", round(time.monotonic() - began, 1))
+            record_property(f"{sent_signal.name}_all_ready_seconds", round(time.monotonic() - began, 1))
     load.record(record_property)
 
 

@@ -69,7 +69,7 @@ def scores(target: Target, items: list[Any], model: str = "sums", **fields: Any)
 # The body
 
 
-def test_no_body(target: Target) -> None:
+def test_an_empty_body_is_400(target: Target) -> None:
     """A1: an empty body is 400."""
     target.refused(target.post(b""), 400, "empty_body")
     target.refused(target.raw(target.head() + b"\r\n"), 400, "empty_body")
@@ -80,12 +80,12 @@ def test_no_body(target: Target) -> None:
     "body",
     [b"{", b'{"items": [{"text": "1', b"two", b'{"items": [NaN]}', b"\xef\xbb\xbf{}", b"\x00", b'{"items": []}{}'],
 )
-def test_malformed_json(target: Target, body: bytes) -> None:
+def test_malformed_json_is_400(target: Target, body: bytes) -> None:
     """A2: a body that is not JSON is 400."""
     target.refused(target.post(body), 400, "invalid_json")
 
 
-def test_content_types(target: Target) -> None:
+def test_content_types_other_than_json_are_415(target: Target) -> None:
     """A3: a content type other than JSON is 415; without one the body is parsed as JSON."""
     body = json.dumps({"items": [KNOWN]}).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "a" * 5000):
@@ -95,7 +95,7 @@ def test_content_types(target: Target) -> None:
     assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_deep_json(target: Target) -> None:
+def test_deeply_nested_json_is_rejected(target: Target) -> None:
     """A4: 10,000 levels are 400 (422 if the body is a list); deep but valid JSON fails at most its item."""
     target.refused(target.post(b"[" * 10_000 + b"]" * 10_000), 422, "invalid_request")
     for deep in (b'{"items": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b'{"items": [' + b'{"truth":' * 100_000):
@@ -109,7 +109,7 @@ def test_deep_json(target: Target) -> None:
         target.sound()
 
 
-def test_announced_size(target: Target) -> None:
+def test_a_content_length_over_the_limit_is_413(target: Target) -> None:
     """A5: a Content-Length over the limit is 413 before any byte of the body arrives."""
     target.refused(target.raw(target.head("Content-Length: 1000000000") + b"\r\n"), 413, "too_large")
     target.refused(target.raw(target.head(f"Content-Length: {BODY_BYTES + 1}") + b"\r\n"), 413, "too_large")
@@ -121,7 +121,7 @@ def test_a_client_that_sends_a_whole_large_body_still_gets_413(target: Target) -
         target.refused(target.post(b" " * (16 * MEGABYTE)), 413, "too_large")
 
 
-def test_chunked_bodies(target: Target) -> None:
+def test_chunked_bodies_are_limited_in_size_and_memory(target: Target) -> None:
     """A6: chunks are accepted up to the limit, without allocating memory beyond it."""
     body = json.dumps({"items": [KNOWN]}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:9], body[9:10], body[10:])) + b"0\r\n\r\n"
@@ -137,7 +137,7 @@ def test_chunked_bodies(target: Target) -> None:
         )
 
 
-def test_conflicting_body_lengths(target: Target) -> None:
+def test_conflicting_body_lengths_are_400(target: Target) -> None:
     """A6: a body with two lengths or an invalid one is rejected, because a proxy may read it differently."""
     for lines in (
         ("Content-Length: 2", "Content-Length: 3"),
@@ -149,7 +149,7 @@ def test_conflicting_body_lengths(target: Target) -> None:
         target.refused(target.raw(target.head(*lines) + b"\r\n{}"), 400, "bad_http")
 
 
-def test_compressed_bodies(target: Target) -> None:
+def test_compressed_bodies_are_limited_by_their_decompressed_size(target: Target) -> None:
     """A7: a gigabyte compressed into a megabyte is 413 and takes no memory; corrupt compression is 400, unknown 415."""
     body = json.dumps({"items": [KNOWN]}).encode()
     for packed, coding in ((gzip.compress(body), "gzip"), (zlib.compress(body), "deflate")):
@@ -168,7 +168,7 @@ def test_compressed_bodies(target: Target) -> None:
     target.refused(target.post(body, content_encoding="gzip, gzip"), 415, "unsupported_encoding")
 
 
-def test_large_headers(target: Target) -> None:
+def test_large_headers_are_431(target: Target) -> None:
     """A8: 5 MB of one header, a thousand headers, an endless path: 431, without allocating memory."""
     before = target.peak_bytes()
     target.refused(target.raw(target.head("X: " + "a" * (5 * MEGABYTE))), 431, "headers_too_large")
@@ -181,7 +181,7 @@ def test_large_headers(target: Target) -> None:
     assert target.raw(target.head(*full, f"Content-Length: {len(body)}") + b"\r\n" + body).status == 200
 
 
-def test_slow_clients(target: Target) -> None:
+def test_slow_clients_are_disconnected_without_delaying_others(target: Target) -> None:
     """A9: 200 clients that send a byte now and then are disconnected in time and do not delay others."""
     heads = [target.connect() for _ in range(100)]
     bodies = [target.connect() for _ in range(100)]
@@ -210,7 +210,7 @@ def test_slow_clients(target: Target) -> None:
     target.refused(target_error, 408, "slow_body")
 
 
-def test_an_endless_body_of_a_get_request(target: Target) -> None:
+def test_a_get_request_with_an_endless_body_is_closed(target: Target) -> None:
     """A9: nor can a GET request keep its connection open with an endless body."""
     with target.connect() as sock:
         sock.sendall(target.head("Content-Length: 1000", method="GET", path="/health/live") + b"\r\n")
@@ -220,7 +220,7 @@ def test_an_endless_body_of_a_get_request(target: Target) -> None:
         assert sock.recv(100) == b""
 
 
-def test_not_http(target: Target) -> None:
+def test_data_that_is_not_http_gets_a_readable_400(target: Target) -> None:
     """A8: data that is not HTTP gets a readable error."""
     for data in (
         b"hello\r\n\r\n",
@@ -238,14 +238,14 @@ def test_not_http(target: Target) -> None:
 # The items
 
 
-def test_no_items(target: Target) -> None:
+def test_a_request_without_items_is_422(target: Target) -> None:
     """A10: an empty list of items is 422, an empty list of responses is the item's error."""
     target.refused(target.server.rewards([]), 422, "no_items")
     target.item_refused({"prompt": "1+2=", "responses": []}, "invalid_item")
     target.refused(target.post(struct.pack("<II", 0, 0), content_type=BINARY), 422, "no_items")
 
 
-def test_empty_texts(target: Target) -> None:
+def test_empty_texts_are_scored_or_errors_of_their_item(target: Target) -> None:
     """A11: an empty prompt or response has a score, because begin and end tokens are added; an empty text has none."""
     items = [{"prompt": "1+2=", "responses": [""]}, {"prompt": "", "responses": ["#3", ""]}]
     assert np.isfinite(np.concatenate(scores(target, items))).all()
@@ -255,7 +255,7 @@ def test_empty_texts(target: Target) -> None:
     target.item_refused({"prompt": "1+2=", "responses": [["1+2=3;", ""]]}, "bad_steps", "sums-steps")
 
 
-def test_item_count(target: Target) -> None:
+def test_the_number_of_items_is_limited(target: Target) -> None:
     """A12: as many responses as the limit are accepted, and not one more."""
     assert len(scores(target, [KNOWN] * ITEMS)) == ITEMS
     error = target.refused(target.server.rewards([KNOWN] * (ITEMS + 1)), 422, "too_many_items")
@@ -266,7 +266,7 @@ def test_item_count(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_longest_input(target: Target) -> None:
+def test_inputs_over_the_maximum_length_are_errors_or_truncated(target: Target) -> None:
     """A13: as many tokens as the model accepts are scored; one more is an error, or is truncated on request."""
     at_limit, over = {"tokens": [5] * POSITIONS}, {"tokens": [5] * (POSITIONS + 1)}
     assert np.isfinite(scores(target, [at_limit])).all()
@@ -280,7 +280,7 @@ def test_longest_input(target: Target) -> None:
     assert cut["scores"] == [pytest.approx(scores(target, [at_limit])[0][0], abs=5e-5)]
 
 
-def test_input_longer_than_the_budget_of_a_step(target: Target) -> None:
+def test_inputs_longer_than_the_step_budget_get_the_same_score(target: Target) -> None:
     """A14: the budget of a step is 64 tokens here; longer inputs are computed in chunks, and none waits forever."""
     from plaudit.records import Item
     from plaudit.reward import load_reward
@@ -291,7 +291,7 @@ def test_input_longer_than_the_budget_of_a_step(target: Target) -> None:
     assert np.allclose(np.concatenate(actual), expected, atol=5e-5)
 
 
-def test_one_bad_item_among_many(target: Target) -> None:
+def test_one_bad_item_among_many_fails_alone(target: Target) -> None:
     """A15: 63 scores are those of a clean run, and only the bad item has an error."""
     good = [{"prompt": f"{n}+4=", "responses": [f"{n}+4={n + 4};#{n + 4}"]} for n in range(10, 10 + ITEMS - 1)]
     clean = scores(target, good, cache=False)
@@ -301,7 +301,7 @@ def test_one_bad_item_among_many(target: Target) -> None:
         assert np.allclose(np.concatenate([i["scores"] for i in items]), np.concatenate(clean), atol=5e-5)
 
 
-def test_unusual_text(target: Target) -> None:
+def test_unusual_characters_are_scored_and_lone_surrogates_are_item_errors(target: Target) -> None:
     """A16: NUL, BOM and unusual characters have a score; a lone surrogate is an error of its item only."""
     odd = ["\0", "\ufeff#3", "#3\u202e", "\U0001f600", "\ufdd0", "\u0301" * 500, "\r\n\t\x1b[31m"]
     assert np.isfinite(np.concatenate(scores(target, [{"prompt": "1+2=", "responses": odd}]))).all()
@@ -323,7 +323,7 @@ def test_unusual_text(target: Target) -> None:
     target.item_refused({"prompt": "1+2=", "responses": ["\0" * 300_000]}, "too_long")
 
 
-def test_control_tokens_in_texts(target: Target) -> None:
+def test_control_tokens_in_texts_are_plain_text(target: Target) -> None:
     """A17: text that looks like a control token is plain text; a step tag is that or an error of its item."""
     vocabulary = load_tokenizer("sums").get_vocab()
     reply = target.server.rewards([{"prompt": "1+2=", "responses": ["#3<eos>"]}]).json()
@@ -347,7 +347,7 @@ def test_control_tokens_in_texts(target: Target) -> None:
      "false", '"5"', "null", "[5]"],
     ids=lambda token: token[:20],
 )  # fmt: skip
-def test_bad_tokens(target: Target, token: str) -> None:
+def test_invalid_tokens_are_item_errors(target: Target, token: str) -> None:
     """A18: an invalid token is an error of its item and never reaches the model."""
     body = json.dumps({"items": [{"tokens": [1, 5, 0]}, KNOWN]}).replace("0]", f"{token}]", 1)
     reply = target.post(body.encode())
@@ -358,7 +358,7 @@ def test_bad_tokens(target: Target, token: str) -> None:
     assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_bad_binary_tokens(target: Target) -> None:
+def test_invalid_tokens_in_a_binary_body_are_item_errors(target: Target) -> None:
     """A18: the same in the binary form."""
     rows = [[1, 5, 6], [1, -5], [1, 2**31 - 1], [1, 18]]
     offsets = np.cumsum([0, *map(len, rows)]).astype("<u4")
@@ -372,7 +372,7 @@ def test_bad_binary_tokens(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_steps(target: Target) -> None:
+def test_every_step_has_a_score_or_its_item_has_an_error(target: Target) -> None:
     """A19: no step, one, thousands: as many scores as steps, or an error."""
     assert [len(s) for s in _steps(target, "1+2=", "#3", "1+2=3;#3", ";;;#3", ["1"] * 10_000)] == [1, 2, 4, 10_000]
     for response in ("", [], [""], ["1+2=3;", 3], ["1", None], "1" * STEP_POSITIONS, ["1;"] * STEP_POSITIONS):
@@ -385,7 +385,7 @@ def test_steps(target: Target) -> None:
     target.refused(target.server.rewards([KNOWN], steps=True), 422, "not_a_process_model")
 
 
-def test_steps_that_the_tokenizer_joins(target: Target) -> None:
+def test_steps_that_the_tokenizer_merges_have_one_score_each(target: Target) -> None:
     """A20: each step has its own score, also with a tokenizer that merges across step boundaries."""
     reply = target.server.rewards(
         [{"prompt": "1+2", "responses": [["Step", " Step", "к и"], "one\ntwo\nк", ["+", "-"]]}], "tagged", steps=True
@@ -403,7 +403,7 @@ def _steps(target: Target, prompt: str, *responses: Any) -> list[list[float]]:
     return steps
 
 
-def test_model_that_gives_nan(target: Target) -> None:
+def test_nan_scores_are_item_errors(target: Target) -> None:
     """A21: a non-finite score is an error of its item, is counted, and never reaches JSON."""
     before = target.server.metric("plaudit_errors_total", type="nonfinite_score")
     reply = target.server.rewards([KNOWN, {"text": "4+5=9"}, {"prompt": "4+5=", "responses": ["#9", "#8"]}], "broken")
@@ -419,7 +419,7 @@ def test_model_that_gives_nan(target: Target) -> None:
     target.sound()
 
 
-def test_unknown_names_and_wrong_types(target: Target) -> None:
+def test_unknown_names_and_wrong_types_are_rejected(target: Target) -> None:
     """A22: an unknown model is 404, an unknown field or a wrong type 422; in an item it is the item's error."""
     error = target.refused(target.server.rewards([KNOWN], "sum"), 404, "unknown_model")
     assert "did you mean 'sums'" in error["message"]
@@ -440,18 +440,18 @@ def test_unknown_names_and_wrong_types(target: Target) -> None:
         target.refused(reply, 422, "invalid_request")
 
 
-def test_concurrent_requests_with_the_same_id(target: Target) -> None:
+def test_concurrent_requests_with_the_same_id_get_their_own_scores(target: Target) -> None:
     """A23: concurrent requests with one id each get their own scores."""
     items = [{"prompt": f"{n}+1=", "responses": [f"#{n + 1}"]} for n in range(24)]
     expected = np.concatenate(scores(target, items))
 
-    def ask(item: Any) -> Any:
+    def send(item: Any) -> Any:
         return target.server.http.post(
             "/v1/rewards", json={"items": [item], "cache": False}, headers={"x-request-id": "same"}
         ).json()
 
     with ThreadPoolExecutor(12) as threads:
-        replies = list(threads.map(ask, items))
+        replies = list(threads.map(send, items))
     assert {reply["request_id"] for reply in replies} == {"same"}
     assert np.allclose([reply["items"][0]["scores"][0] for reply in replies], expected, atol=5e-5)
 
@@ -473,21 +473,21 @@ def test_concurrent_requests_with_the_same_id(target: Target) -> None:
     ],
     ids=str,
 )
-def test_bad_messages(target: Target, messages: Any) -> None:
+def test_invalid_messages_are_item_errors(target: Target, messages: Any) -> None:
     """A24: invalid roles and contents, and messages that the template rejects, are errors of the item."""
     reply = target.server.rewards([{"messages": messages}, {"prompt": messages, "responses": ["#3"]}, KNOWN])
     assert reply.status_code == 200, reply.text
-    whole, opening, good = reply.json()["items"]
-    if "error" in whole:
-        assert whole["error"]["type"] in ("bad_messages", "invalid_item")
-        clean_message(whole["error"]["message"])
+    conversation, opening, good = reply.json()["items"]
+    if "error" in conversation:
+        assert conversation["error"]["type"] in ("bad_messages", "invalid_item")
+        clean_message(conversation["error"]["message"])
     else:
         assert messages[0].get("content", 5) == 5  # this model's template renders any content
     assert "error" in opening or np.isfinite(opening["scores"]).all()
     assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_templates_in_requests(target: Target) -> None:
+def test_templates_in_requests_are_rejected(target: Target) -> None:
     """A25: a request cannot contain a template or template options."""
     loop = "{% for i in range(10**9) %}{% endfor %}"
     for name, value in (("chat_template", loop), ("chat_template_kwargs", {"chat_template": loop}), ("template", loop)):
@@ -505,11 +505,11 @@ def test_long_texts_do_not_delay_health_checks(target: Target) -> None:
     done = threading.Event()
     replies: list[Any] = []
 
-    def ask() -> None:
+    def send() -> None:
         replies.append(target.server.rewards([slow], cache=False))
         done.set()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send)
     thread.start()
     durations = []
     while not done.is_set():

@@ -428,7 +428,7 @@ def test_one_key_cannot_learn_what_another_key_sent(target: Target) -> None:
     """D65: what one key has had scored is computed again for another, so that the duration discloses nothing."""
     item = {"prompt": "12+34+56=", "responses": ["12+34=46;46+56=102;#102"]}
 
-    def ask(key: str) -> dict[str, float]:
+    def token_counts(key: str) -> dict[str, float]:
         kinds = ("cached", "deduplicated", "prefix", "computed")
         before = {kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) for kind in kinds}
         reply = target.server.http.post(
@@ -439,7 +439,7 @@ def test_one_key_cannot_learn_what_another_key_sent(target: Target) -> None:
             kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) - before[kind] for kind in kinds
         }
 
-    first, again, other = ask(ANN), ask(ANN), ask(BOB)
+    first, again, other = token_counts(ANN), token_counts(ANN), token_counts(BOB)
     assert again["cached"] > 0
     assert again["computed"] == 0
     assert other["cached"] == 0

@@ -46,7 +46,7 @@ def asked(server: ServerProcess, path: str, body: Any) -> Any:
     return reply.json()
 
 
-def test_predict_in_all_shapes(server: ServerProcess, rewards: list[float]) -> None:
+def test_predict_accepts_all_input_shapes(server: ServerProcess, rewards: list[float]) -> None:
     pair = asked(server, "/predict", {"inputs": ["1+2=", TEXTS[0]], "raw_scores": True})
     assert pair == [{"score": pytest.approx(rewards[0], abs=5e-5), "label": "reward"}]
     batch = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS], "raw_scores": True})
@@ -75,7 +75,7 @@ def test_texts_are_truncated_only_on_request(server: ServerProcess) -> None:
         assert asked(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=5e-5)
 
 
-def test_rerank(server: ServerProcess, rewards: list[float]) -> None:
+def test_rerank_orders_texts_by_score(server: ServerProcess, rewards: list[float]) -> None:
     body = {"query": "1+2=", "texts": TEXTS, "raw_scores": True}
     order = np.argsort(rewards)[::-1].tolist()
     ranks = asked(server, "/rerank", body)
@@ -130,7 +130,7 @@ def test_text_classification_requests_of_huggingface_hub(server: ServerProcess) 
     assert "<html" in server.http.get("/").text
 
 
-def test_infinity(server: ServerProcess, rewards: list[float], moods: Any) -> None:
+def test_infinity_routes_return_scores_and_models(server: ServerProcess, rewards: list[float], moods: Any) -> None:
     logits = tiny.plain_class(moods, tiny.llama3().encode("How are you?"))[-1]
     for path in ("/classify", "/infinity/classify"):
         reply = asked(server, path, {"model": "moods", "input": ["How are you?"], "raw_scores": True})

@@ -140,10 +140,10 @@ def test_clients_without_a_valid_certificate_are_rejected(
     server: ServerProcess, authority: Authority, tmp_path: Path, client_file: Path
 ) -> None:
     """Without a certificate, with another CA's, with an old TLS version, without TLS."""
-    stranger = Authority(tmp_path, "stranger").give("nobody", ExtendedKeyUsageOID.CLIENT_AUTH)
+    untrusted = Authority(tmp_path, "stranger").give("nobody", ExtendedKeyUsageOID.CLIENT_AUTH)
     trusting = ssl.create_default_context(cafile=str(authority.file))
     wrong = ssl.create_default_context(cafile=str(authority.file))
-    wrong.load_cert_chain(*stranger)
+    wrong.load_cert_chain(*untrusted)
     old = ssl.create_default_context(cafile=str(authority.file))
     old.load_cert_chain(client_file)
     with pytest.deprecated_call():
@@ -241,7 +241,7 @@ class UnixProcess(ServerProcess):
             return sock.connect_ex(str(self.path)) == 0
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
     """Without keys only its owner may connect; the socket of a dead server is replaced, that of a live one is not."""
     path = tmp_path / "plaudit.sock"
     with socket.socket(socket.AF_UNIX) as stale:

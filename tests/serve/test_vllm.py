@@ -180,7 +180,7 @@ def test_base64_decodes_to_the_same_array(server: ServerProcess) -> None:
     assert np.allclose(values, raw["data"][0]["embedding"], atol=1e-6)
 
 
-def test_score_and_rerank(server: ServerProcess) -> None:
+def test_score_and_rerank_return_the_heads_scores(server: ServerProcess) -> None:
     documents = ["1+2=3;#3", "1+2=4;#4", "#3"]
     body = {"model": "sums", "queries": "1+2=", "documents": documents, "use_activation": False}
     tokenizer = load_tokenizer("sums")
@@ -361,11 +361,11 @@ def test_sagemaker_and_load_balancer_routes(server: ServerProcess) -> None:
 def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: Any) -> None:
     """As vLLM does: no content is an empty text."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
-    ask, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
+    question, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
     for content in ({"content": None}, {"content": ""}, {}):
-        chat = [ask, {**answer, **content}]
+        chat = [question, {**answer, **content}]
         reply = asked(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
-        ids = tiny.llama3().apply_chat_template([ask, {"role": "assistant", "content": ""}], return_dict=False)
+        ids = tiny.llama3().apply_chat_template([question, {"role": "assistant", "content": ""}], return_dict=False)
         assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=5e-5)
         item = server.rewards([{"messages": chat}], "moods").json()["items"][0]
         good, bad = reply["data"][0]["probs"][2], reply["data"][0]["probs"][0]
