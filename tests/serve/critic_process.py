@@ -1,4 +1,4 @@
-"""A real critic server in a process of its own, and NeMo-Aligner's requests to it, for tests."""
+"""Runs a real critic server in a separate process and sends it NeMo-Aligner's requests, for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.serve.process import ServerProcess, free_port
 
 
 class CriticProcess(ServerProcess):
-    """`plaudit critic` on a free port. `tree` is a critic.toml as plain data; saves go to a directory of its own."""
+    """`plaudit critic` on a free port. `tree` is a critic.toml as plain data; saves go to a temporary directory unless
+    `save_dir` is given."""
 
     def __init__(
         self, tree: Mapping[str, Any] | None = None, *arguments: str, save_dir: Path | None = None, wait: bool = True
@@ -30,8 +31,8 @@ class CriticProcess(ServerProcess):
         self.begin(["critic", "--port", str(self.port), "--config", str(file), *arguments], None, (), wait)
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.http.get("/v1/critic").json()
-        return found
+        status: dict[str, Any] = self.http.get("/v1/critic").json()
+        return status
 
     def post(
         self, model: str, tensors: Mapping[str, np.ndarray], headers: Mapping[str, str] | None = None, **parameters: Any
@@ -60,10 +61,10 @@ class CriticProcess(ServerProcess):
 
 
 def padded(rows: Sequence[Sequence[int]], columns: int = 64) -> dict[str, np.ndarray]:
-    """What NeMo-Aligner sends: zeros on the right, and how much of each row counts."""
+    """The tensors that NeMo-Aligner sends: rows padded with zeros on the right, and their lengths."""
     tokens = np.zeros((len(rows), columns), dtype=np.int64)
-    for at, row in enumerate(rows):
-        tokens[at, : len(row)] = row
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
     return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows], dtype=np.int64)}
 
 
@@ -71,10 +72,10 @@ def lesson(
     rows: Sequence[Sequence[int]], prompts: Sequence[int], returns: Sequence[float], values: np.ndarray,
     columns: int = 64,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A constant return for each row, on the tokens behind its prompt. `values` [B, columns] are the critic's."""
+    """A training batch: a constant return per row, after its prompt. `values` [B, columns] are the critic's."""
     mask = np.zeros((len(rows), columns - 1), dtype=np.float32)
-    for at, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        mask[at, prompt - 1 : len(row) - 1] = 1
-    wanted = mask * np.array(returns, dtype=np.float32)[:, None]
+    for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        mask[index, prompt - 1 : len(row) - 1] = 1
+    targets = mask * np.array(returns, dtype=np.float32)[:, None]
     old = values[:, :-1] * mask
-    return {"tokens": padded(rows, columns)["tokens"], "returns": wanted, "prev_values": old, "mask": mask}
+    return {"tokens": padded(rows, columns)["tokens"], "returns": targets, "prev_values": old, "mask": mask}

@@ -1,4 +1,4 @@
-"""A worker that loads nothing, scores a sequence by its first token, and dies of those in DEADLY."""
+"""A worker that loads no model, scores a sequence by its first token and exits on the tokens in DEADLY."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.link import Link, Owner
 
-BUDGET = 1024  # tokens of a step
+BUDGET = 1024  # tokens per step
 
 
 class FakeWorker(SocketWorker[frames.Frame]):
@@ -48,7 +48,7 @@ def main(fd: int) -> None:
 
 
 def deployed(use: Callable[[Deployment], Awaitable[None]], deadly: Sequence[int], replicas: int = 1) -> None:
-    """A deployment of such workers, for as long as `use` takes."""
+    """Run `use` on a deployment of such workers."""
 
     async def run() -> None:
         environment = {"DEADLY": " ".join(map(str, deadly))}
@@ -65,4 +65,4 @@ def deployed(use: Callable[[Deployment], Awaitable[None]], deadly: Sequence[int]
         finally:
             await deployment.close()
 
-    uvloop.run(run())  # the server's
+    uvloop.run(run())  # the server's event loop

@@ -1,14 +1,14 @@
-"""Faults for a server under test, without a line in the product that could cause them.
+"""Injects faults into a server under test, without fault code in the product.
 
-The processes that tests fork have a few functions changed (tests/serve/injected.py). What they do is in a file that the
-test writes and removes while the server runs:
+tests/serve/injected.py patches a few functions in the processes that tests fork. The fault is described in a file that
+the test writes and removes while the server runs:
 
     what      in a step of the model: raise, memory, sticky (an error of a device that is lost), exit, sleep,
-              hold (until the test takes the fault away)
-              as soon as a worker begins: start (it exits); in the event loop of the HTTP process: block
-    tokens    only in a step that computes the item of these token ids
-    begins    only in a step that computes an item that begins with these
-    once      the first that meets the fault removes it
+              hold (until the test clears the fault)
+              when a worker starts: start (it exits); in the event loop of the HTTP process: block
+    tokens    only in a step that computes the item with these token ids
+    begins    only in a step that computes an item that begins with these token ids
+    once      the first process that meets the fault removes it
     seconds   how long to sleep
 """
 
@@ -37,11 +37,11 @@ class Faults:
 
     @property
     def met(self) -> bool:
-        """Whether a fault that happens once has happened."""
+        """Whether a one-time fault has occurred."""
         return not self._file.exists()
 
     def steps(self) -> int:
-        """Steps that models have computed, warm-up included."""
+        """The number of steps that models have computed, including warm-up."""
         try:
             return (self._path / "fault.steps").stat().st_size
         except FileNotFoundError:

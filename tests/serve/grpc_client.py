@@ -1,5 +1,5 @@
-"""Calls over gRPC, in a process of its own: gRPC's threads and forks do not go together. In (stdin, JSON): port, calls,
-and of TLS the CA, certificate and key. Out: what each call gave, or its status."""
+"""Makes gRPC calls in a separate process, because gRPC's threads are incompatible with forks. Input (stdin, JSON): the
+port, the calls and, for TLS, the CA, certificate and key. Output: the fields of each response, or its error status."""
 
 import json
 import sys
@@ -18,20 +18,20 @@ def shown(value):
 
 
 def fields(response):
-    found = {field.name: value for field, value in response.ListFields()}
-    several = {name for name, value in found.items() if hasattr(value, "__len__") and not isinstance(value, str)}
-    return {name: [*map(shown, value)] if name in several else shown(value) for name, value in found.items()}
+    results = {field.name: value for field, value in response.ListFields()}
+    repeated = {name for name, value in results.items() if hasattr(value, "__len__") and not isinstance(value, str)}
+    return {name: [*map(shown, value)] if name in repeated else shown(value) for name, value in results.items()}
 
 
-given = json.load(sys.stdin)
-place = f"localhost:{given['port']}"
-if "ca" in given:
-    files = [Path(given[name]).read_bytes() if name in given else None for name in ("ca", "key", "cert")]
-    channel = grpc.secure_channel(place, grpc.ssl_channel_credentials(*files))
+config = json.load(sys.stdin)
+address = f"localhost:{config['port']}"
+if "ca" in config:
+    files = [Path(config[name]).read_bytes() if name in config else None for name in ("ca", "key", "cert")]
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*files))
 else:
-    channel = grpc.insecure_channel(place)
-found = []
-for call in given["calls"]:
+    channel = grpc.insecure_channel(address)
+results = []
+for call in config["calls"]:
     name = call["method"]
     request = ParseDict(call.get("fields", {}), MESSAGES[f"{name}Request"]())
     method = channel.unary_unary(
@@ -39,8 +39,8 @@ for call in given["calls"]:
     )
     metadata = tuple(call.get("metadata", {}).items())
     try:
-        found.append(fields(method(request, timeout=100, metadata=metadata, wait_for_ready=call.get("wait", True))))
+        results.append(fields(method(request, timeout=100, metadata=metadata, wait_for_ready=call.get("wait", True))))
     except grpc.RpcError as error:
         trailing = dict(error.trailing_metadata() or ())
-        found.append({"status": error.code().name, "message": error.details(), "trailing": trailing})
-print(json.dumps(found))
+        results.append({"status": error.code().name, "message": error.details(), "trailing": trailing})
+print(json.dumps(results))

@@ -1,5 +1,6 @@
-"""RewardClient over gRPC, in a process of its own: gRPC's threads and forks do not go together. In (stdin, JSON): the
-port, the key, items, and of TLS the CA and a certificate. Out: what each kind of call gave, or its exception."""
+"""Calls RewardClient over gRPC in a separate process, because gRPC's threads are incompatible with forks. Input (stdin,
+JSON): the port, the key, the items and, for TLS, the CA and a certificate. Output: the results of each kind of call, or
+its exception."""
 
 import json
 import sys
@@ -10,22 +11,22 @@ import grpc
 from plaudit.client.client import RewardClient
 from plaudit.errors import PlauditError
 
-given = json.load(sys.stdin)
-url = f"{'grpcs' if 'ca' in given else 'grpc'}://localhost:{given['port']}"
-items, key, ca = given["items"], given["key"], given.get("ca")
-found = {}
+config = json.load(sys.stdin)
+url = f"{'grpcs' if 'ca' in config else 'grpc'}://localhost:{config['port']}"
+items, key, ca = config["items"], config["key"], config.get("ca")
+results = {}
 
 
 def asked(name, urls=url, *, what=items, steps=False, **options):
     with RewardClient(
-        urls, **{"api_key": key, "ca_file": ca, "client_cert": given.get("cert"), "timeout": 120, **options}
+        urls, **{"api_key": key, "ca_file": ca, "client_cert": config.get("cert"), "timeout": 120, **options}
     ) as client:
         try:
-            found[name] = [
+            results[name] = [
                 [each.value, each.version, each.error and each.error.type] for each in client.score(what, steps=steps)
             ]
         except PlauditError as error:
-            found[name] = [type(error).__name__, getattr(error, "status", None), str(error)]
+            results[name] = [type(error).__name__, getattr(error, "status", None), str(error)]
 
 
 asked("scores")
@@ -37,12 +38,12 @@ if ca is None:
     asked("nowhere", "grpc://localhost:1", retries=1)
     asked("other", ["grpc://localhost:1", url])
 
-    turns = []
+    calls = []
 
     def busy_once(body, context):
-        """What a server says that is overloaded; and then a score."""
-        turns.append(body)
-        if len(turns) == 1:
+        """Reject the first call as an overloaded server does, then return a score."""
+        calls.append(body)
+        if len(calls) == 1:
             status = (("x-status", "503"), ("x-error-type", "overloaded"), ("retry-after", "1"))
             context.set_trailing_metadata(status)
             context.abort(grpc.StatusCode.UNAVAILABLE, "too much waits")
@@ -53,11 +54,11 @@ if ca is None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("plaudit.Rewards", handlers),))
     port = server.add_insecure_port("localhost:0")
     server.start()
-    heard = []
-    asked("busy", f"grpc://localhost:{port}", what=[{"text": "a"}], on_retry=lambda why, _: heard.append(why))
-    found["heard"] = heard
+    retries = []
+    asked("busy", f"grpc://localhost:{port}", what=[{"text": "a"}], on_retry=lambda why, _: retries.append(why))
+    results["heard"] = retries
     server.stop(None)
 else:
-    asked("untrusted", ca_file=given["others"])
-found["modules"] = [name for name in ("torch", "google.protobuf", "plaudit.serve") if name in sys.modules]
-print(json.dumps(found))
+    asked("untrusted", ca_file=config["others"])
+results["modules"] = [name for name in ("torch", "google.protobuf", "plaudit.serve") if name in sys.modules]
+print(json.dumps(results))

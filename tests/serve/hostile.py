@@ -1,4 +1,4 @@
-"""Bad requests to a real server, and what each must leave behind: a clean answer and a server that scores as before."""
+"""Sends bad requests to a real server and checks that each gets a clean error and leaves the scores unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.process import ServerProcess
 
 EMBEDDED = Path(__file__).parents[2] / "plaudit" / "embedded"
 KNOWN = {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12"]}
-# What an error must not tell: places on the server's disk, addresses in its memory, lines of its code.
+# What an error must not disclose: paths on the server's disk, memory addresses, lines of its code.
 LEAK = re.compile(r"/home|/tmp|/root|/usr|site-packages|0x[0-9a-f]{6,}|Traceback|\.py\b|File \"|line \d+, in", re.I)
 
 
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Target:
-    """A server, a key to it, and the score that a known text has."""
+    """A server, an API key for it, and its score of a known text."""
 
     def __init__(self, server: ServerProcess, key: str | None = None) -> None:
         self.server = server
@@ -49,10 +49,10 @@ class Target:
 
     def sound(self) -> None:
         assert self.server.process.poll() is None, self.server.log()
-        assert abs(self.known_score() - self.known) < 1e-5  # what batches may change
+        assert abs(self.known_score() - self.known) < 1e-5  # batching may change scores by this much
 
     def refused(self, reply: httpx.Response | Answer, status: int, type: str) -> dict[str, Any]:
-        """The error of a reply that has this status and type, is clean, and has done no harm."""
+        """Check that the reply is a clean error of this status and type and has done no harm; return the error."""
         if isinstance(reply, httpx.Response):
             reply = Answer(reply.status_code, reply.headers, reply.content)
         error = clean_error(reply)
@@ -61,7 +61,7 @@ class Target:
         return error
 
     def item_refused(self, item: Any, type: str, model: str = "sums", **fields: Any) -> dict[str, Any]:
-        """The error of an item that has this type, while the item beside it has its score."""
+        """Check that the item fails with this error type while the item beside it is scored; return the error."""
         reply = self.server.rewards([item, KNOWN], model, **fields)
         assert reply.status_code == 200, reply.text
         bad, good = reply.json()["items"]
@@ -74,10 +74,10 @@ class Target:
         return error
 
     def post(self, content: bytes, **headers: str) -> httpx.Response:
-        """These bytes as JSON, or as what the headers say (`_` for `-`)."""
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        """Post these bytes as JSON, or with the content type in the headers (`_` for `-`)."""
+        renamed = {name.replace("_", "-"): value for name, value in headers.items()}
         return self.server.http.post(
-            "/v1/rewards", content=content, headers={"content-type": "application/json", **given}
+            "/v1/rewards", content=content, headers={"content-type": "application/json", **renamed}
         )
 
     def connect(self) -> socket.socket:
@@ -90,14 +90,14 @@ class Target:
         return "".join(f"{line}\r\n" for line in (*first, *lines)).encode("latin-1")
 
     def raw(self, data: bytes) -> Answer:
-        """The answer to these very bytes."""
+        """Send exactly these bytes and return the answer."""
         with self.connect() as sock:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused before all was sent; the answer says why
+            with suppress(BrokenPipeError, ConnectionResetError):  # rejected before all was sent; the answer says why
                 sock.sendall(data)
             return read_answer(sock)
 
     def peak_bytes(self) -> int:
-        """The most memory that the HTTP process has had."""
+        """Peak resident memory of the HTTP process."""
         status = Path(f"/proc/{self.server.process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
@@ -123,7 +123,7 @@ def read_answer(sock: socket.socket) -> Answer:
 
 
 def clean_error(answer: Answer) -> dict[str, Any]:
-    """The error of an answer that tells what it should and nothing else."""
+    """Check that the answer has exactly the expected error fields; return the error."""
     assert answer.headers["content-type"] == "application/json"
     content = answer.json()
     assert set(content) == {"error"}, content

@@ -1,6 +1,6 @@
-"""The server's side of tests/serve/faults.py: what changes a few of its functions, in processes forked for tests.
+"""The server side of tests/serve/faults.py: patches a few functions in processes forked for tests.
 
-Without PLAUDIT_FAULT in the environment, the file that the test writes, nothing is different.
+PLAUDIT_FAULT in the environment is the file that the test writes; without it nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Changes modules that are there, and others when they are imported."""
+    """Patch modules that are already imported, and the others on import."""
     for name, change in CHANGES.items():
         if name in sys.modules:
             change(sys.modules[name])

@@ -1,4 +1,4 @@
-"""A small causal LM that chats, and how the tests ask a server for its texts."""
+"""A small causal chat LM, and the requests with which tests generate text from it on a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_judge(directory: Path) -> Path:
     tokenizer = byte_tokenizer(chat_template=TEMPLATE)
     module = causal(vocab_size=len(tokenizer), max_position_embeddings=256, hidden_size=32)
     with torch.no_grad():
-        for parameter in module.parameters():  # so that the likeliest token depends on what was read
+        for parameter in module.parameters():  # so that the most likely token depends on the prompt
             if parameter.dim() > 1:
                 parameter.mul_(8)
     return write_plain(module, directory, tokenizer)
@@ -34,8 +34,8 @@ def write_judge(directory: Path) -> Path:
 def asked(server: ServerProcess, path: str, **fields: Any) -> dict[str, Any]:
     reply = server.http.post(path, json={"model": "judge", **fields})
     assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
+    content: dict[str, Any] = reply.json()
+    return content
 
 
 def chat(server: ServerProcess, **fields: Any) -> dict[str, Any]:

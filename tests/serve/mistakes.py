@@ -1,7 +1,7 @@
-"""The twelve mistakes that clients make most, in each protocol: what is sent, and which status and shape answer it.
+"""The twelve most common client mistakes in each protocol: the request, and the status and shape of the error.
 
-`originally` has the status of the project's own server where that is another: of PyTriton and vLLM as they answer
-(tests/interop), of the others as their source says.
+`originally` has the status of the project's own server where it differs: for PyTriton and vLLM as measured
+(tests/interop), for the others as their source code says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MISTAKES = {
 
 @dataclass(frozen=True)
 class Form:
-    """A protocol's request: its input is under `key`. `shape`: what its errors look like."""
+    """A request of a protocol: its input is under `key`; `shape` checks the form of its errors."""
 
     path: str
     body: dict[str, Any]
@@ -41,7 +41,7 @@ FLAT = {"object", "message", "type", "param", "code"}
 ALL = {"method": 405, "path": 404, "gzip": 400}
 BROKEN = dict.fromkeys(("no body", "cut", "list"), 400)
 INVALID = {"missing": 422, "null": 422, "type": 422}
-# Servers that read their JSON by hand fall over what they do not expect.
+# Servers that parse JSON without a schema fail on unexpected values.
 FALLS = dict.fromkeys((*BROKEN, *INVALID, "gzip"), 500)
 
 
@@ -58,7 +58,7 @@ def said(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "status": "completed", "id": "m", "content": content}
 
 
-# 200: a mistake that the protocol does not know, or that is an item's own error.
+# 200: not a mistake in this protocol, or an error of the item.
 FORMS = {
     "native": Form(
         "/v1/rewards", {"model": "sums", "items": [{"text": "#3"}]}, "items", [], [{"text": LONG}], OWN,
@@ -119,7 +119,7 @@ FORMS = {
 
 
 def made(http: httpx.Client, form: Form, base: str = "") -> dict[str, httpx.Response]:
-    """The reply to each mistake. `base`: below which a path that is not there is the protocol's own."""
+    """The reply to each mistake. Unknown paths below `base` belong to the protocol."""
     path, body, json_type = form.path, form.body, {"content-type": "application/json"}
 
     def posted(value: Any) -> httpx.Response:

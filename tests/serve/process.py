@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for tests."""
+"""Runs a real server in a separate process, for tests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ READY_SECONDS = 240.0
 
 
 class ServerProcess:
-    """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's;
-    `launcher` are arguments to Python that start it in another way. Without them it is forked, which saves the seconds
-    of its imports. It has a process group of its own, in which its workers are too."""
+    """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's
+    environment; `launcher` are Python arguments that start the server. Without them it is forked, which saves the
+    seconds of its imports. The server and its workers are in a separate process group."""
 
     def __init__(
         self, tree: dict[str, Any] | None = None, *arguments: str, environment: dict[str, str] | None = None,
@@ -35,24 +35,24 @@ class ServerProcess:
     ) -> None:  # fmt: skip
         self.directory = tempfile.TemporaryDirectory()
         self.port = free_port()
-        words = ["serve", "--port", str(self.port), *arguments]
+        command = ["serve", "--port", str(self.port), *arguments]
         if tree is not None:
             file = Path(self.directory.name) / "serve.toml"
             file.write_text(to_toml(tree))
-            words += ["--config", str(file)]
-        self.begin(words, environment, launcher, wait)
+            command += ["--config", str(file)]
+        self.begin(command, environment, launcher, wait)
 
     def begin(
-        self, words: Sequence[str], environment: dict[str, str] | None, launcher: Sequence[str], wait: bool
+        self, command: Sequence[str], environment: dict[str, str] | None, launcher: Sequence[str], wait: bool
     ) -> None:  # fmt: skip
         self.output = (Path(self.directory.name) / "output").open("w+b")
         self.process: ForkedCommand | subprocess.Popen[bytes]
         added = {"OMP_NUM_THREADS": "1", **(environment or {})}
         if not launcher:
-            self.process = ForkedCommand(words, Path(self.output.name), added)
+            self.process = ForkedCommand(command, Path(self.output.name), added)
         else:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, "-m", "plaudit", *words], stdout=self.output, stderr=subprocess.STDOUT,
+                [sys.executable, *launcher, "-m", "plaudit", *command], stdout=self.output, stderr=subprocess.STDOUT,
                 env={**os.environ, **added}, process_group=0,
             )  # fmt: skip
         self.url = f"http://127.0.0.1:{self.port}"
@@ -61,8 +61,8 @@ class ServerProcess:
             self.wait_ready()
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log()}")
             try:
@@ -91,16 +91,16 @@ class ServerProcess:
         return [each for each in self.descendants() if each.name() == name]
 
     def descendants(self) -> list[psutil.Process]:
-        """All of its process group but itself, oldest first."""
-        found = []
+        """All other processes of its process group, oldest first."""
+        processes = []
         for each in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if each.pid != self.process.pid and os.getpgid(each.pid) == self.process.pid:
-                    found.append(each)
-        return [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+                    processes.append(each)
+        return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
+        """The sum of the metric's series with these labels."""
         total = 0.0
         for line in self.http.get("/metrics").text.splitlines():
             series, _, value = line.rpartition(" ")

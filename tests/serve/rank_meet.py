@@ -1,4 +1,4 @@
-"""Two stages of a model meet in a file, and the second is slow. A test runs this on each rank:
+"""Rendezvous of two pipeline stages through a file, with a slow second stage. A test runs this on each rank:
 python -m tests.serve.rank_meet DIRECTORY"""
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import torch.distributed as dist
 from plaudit.config.reward import LogprobsTable
 from plaudit.serve.workers.ranks import RankGroup
 
-SECONDS = 0.5  # in which a rank that leaves too early has left
+SECONDS = 0.5  # enough for a rank that leaves the rendezvous too early
 JOIN_SECONDS = 60.0
 
 
 def main(directory: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    rank, place = int(os.environ["RANK"]), directory / "place"
+    rank, meeting_file = int(os.environ["RANK"]), directory / "place"
     table = LogprobsTable(path="sums-policy", pipeline_parallel=2, device="cpu", join_seconds=JOIN_SECONDS)
     if rank == 0:
         meeting = tempfile.TemporaryDirectory(prefix="meeting-", dir=directory)
-        place.with_suffix(".new").write_text(meeting.name)
-        place.with_suffix(".new").rename(place)
+        meeting_file.with_suffix(".new").write_text(meeting.name)
+        meeting_file.with_suffix(".new").rename(meeting_file)
         group = RankGroup(0, dist.FileStore(f"{meeting.name}/store", 2), table, 0, meeting=meeting)
         group.join()
         channel = group.led(lambda: group.meet({}))
         assert not Path(meeting.name).exists(), "all have met"
     else:
-        until = time.monotonic() + JOIN_SECONDS
-        while not place.exists():
-            assert time.monotonic() < until
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not meeting_file.exists():
+            assert time.monotonic() < deadline
             time.sleep(0.05)
-        meeting_place = Path(place.read_text())
-        group = RankGroup(1, dist.FileStore(f"{meeting_place}/store", 2), table, 0)
+        meeting_directory = Path(meeting_file.read_text())
+        group = RankGroup(1, dist.FileStore(f"{meeting_directory}/store", 2), table, 0)
         group.join()
-        linger(meeting_place)
+        linger(meeting_directory)
         channel = group.meet({})
     channel.barrier()
     dist.destroy_process_group()
 
 
-def linger(place: Path) -> None:
-    """Take time over every group, as a process does that has no core: what it reads must stay there."""
+def linger(directory: Path) -> None:
+    """Slow down the creation of every group, as in a process without a free core: the files that it reads must stay."""
     new_group = dist.new_group
 
     def slow(*args: Any, **options: Any) -> Any:
-        made = new_group(*args, **options)
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
-            assert place.exists(), "rank 0 has removed the place where they meet"
+        group = new_group(*args, **options)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            assert directory.exists(), "rank 0 has removed the place where they meet"
             time.sleep(0.05)
-        return made
+        return group
 
     dist.new_group = slow
 

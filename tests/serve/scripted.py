@@ -1,4 +1,4 @@
-"""A real HTTP server that answers /v1/rewards as a test tells it to, well or badly."""
+"""A real HTTP server that answers /v1/rewards as the test's script defines, correctly or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """`missing` bytes of the body are announced and never sent; `hang` answers nothing until the server ends."""
+    """`missing` bytes of the body are announced but never sent; `hang` sends nothing until the server ends."""
 
     body: Any = None
     status: int = 200
@@ -31,17 +31,17 @@ class Asked:
         return sum(len(item.get("responses", [1])) for item in self.body["items"])
 
 
-def right(asked: Asked, version: str = "0-a") -> dict[str, Any]:
-    """The reply of a good server, for which the score of a response is the number it says."""
-    items = [{"scores": [float(r) for r in item["responses"]]} for item in asked.body["items"]]
-    return {"model": asked.body["model"] or "sums", "version": version, "items": items}
+def right(request: Asked, version: str = "0-a") -> dict[str, Any]:
+    """A correct reply: the score of a response is the number in its text."""
+    items = [{"scores": [float(r) for r in item["responses"]]} for item in request.body["items"]]
+    return {"model": request.body["model"] or "sums", "version": version, "items": items}
 
 
 class Scripted:
-    """`script(number, asked)` gives the answer to request `number`, counted from 0; without it all are right."""
+    """`script(number, request)` returns the answer to request `number`, counted from 0; by default all are correct."""
 
     def __init__(
-        self, script: Callable[[int, Asked], Answer] = lambda _, asked: Answer(right(asked)), port: int = 0
+        self, script: Callable[[int, Asked], Answer] = lambda _, request: Answer(right(request)), port: int = 0
     ) -> None:
         self.asked: list[Asked] = []
         self.connections = 0
@@ -72,7 +72,7 @@ class Scripted:
             daemon_threads = True
 
             def handle_error(self, *_: object) -> None:
-                pass  # clients go away in mid-reply: that is what is tested
+                pass  # tests disconnect clients during a reply
 
         self._server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -80,11 +80,11 @@ class Scripted:
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers["content-length"]))
-        asked = Asked(json.loads(body), {k.lower(): v for k, v in handler.headers.items()})
+        request = Asked(json.loads(body), {k.lower(): v for k, v in handler.headers.items()})
         with self._lock:
             number = len(self.asked)
-            self.asked.append(asked)
-        answer = self.script(number, asked)
+            self.asked.append(request)
+        answer = self.script(number, request)
         if answer.hang:
             self._ended.wait(60)
             handler.close_connection = True

@@ -1,4 +1,4 @@
-"""Ways to stall, fill or bypass a server, each within the limits of a request; against one real server."""
+"""Attempts to stall, fill or bypass a server, each within the limits of a request; against one real server."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def target() -> Iterator[Target]:
         yield Target(server, ANN)
 
 
-def until(what: str, is_so: Callable[[], bool], seconds: float = 120) -> None:
+def until(what: str, condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
-    while not is_so():
+    while not condition():
         assert time.monotonic() < end, f"not {what} within {seconds} s"
         time.sleep(0.05)
 
@@ -57,7 +57,7 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"items": [KNOWN], **fields}).encode()
 
 
-def test_a_trailer_is_no_header(target: Target) -> None:
+def test_trailer_fields_are_not_read_as_headers(target: Target) -> None:
     head = b"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     trailer = f"0\r\nAuthorization: Bearer {ANN}\r\n\r\n".encode()
     target.refused(target.raw(head + chunk(body()) + trailer), 401, "unauthorized")
@@ -66,8 +66,8 @@ def test_a_trailer_is_no_header(target: Target) -> None:
 
 
 @pytest.mark.parametrize("line", [b"x" * 4096, b"x: y\r\n" * 512])
-def test_a_trailer_without_end_is_ended(target: Target, line: bytes) -> None:
-    """With a key, so that nothing else ends it: one endless line, and lines without end."""
+def test_an_endless_trailer_is_cut_off(target: Target, line: bytes) -> None:
+    """With a valid key, so that nothing else ends the request: one endless line, and endlessly many lines."""
     with target.connect() as sock:
         sock.sendall(target.head("Transfer-Encoding: chunked") + b"\r\n" + chunk(body()) + b"0\r\nX: ")
         sent, answer = 0, b""
@@ -81,8 +81,8 @@ def test_a_trailer_without_end_is_ended(target: Target, line: bytes) -> None:
     target.sound()
 
 
-def test_many_small_values_are_refused_before_they_are_made(target: Target) -> None:
-    """15 MB of empty lists are 400 MB of memory, and 20 kB on the wire."""
+def test_too_many_small_json_values_are_rejected_before_allocation(target: Target) -> None:
+    """15 MB of empty lists take 400 MB of memory and 20 kB on the wire."""
     before = target.peak_bytes()
     for start in (b'{"items": [', b'{"model": "sums", "input": ['):
         packed = gzip.compress(start + b"[]," * (5 << 20) + b"1]}")
@@ -98,7 +98,7 @@ def test_many_small_values_are_refused_before_they_are_made(target: Target) -> N
 
 
 def test_health_answers_while_a_large_body_is_read(target: Target) -> None:
-    """The largest body of numbers that is let in is read beside the event loop."""
+    """The largest accepted body of numbers is parsed outside the event loop."""
     numbers = b'{"items": [{"tokens": [' + b"1," * (VALUES - 100) + b"1]}]}"
     with target.connect() as sock:
         sock.sendall(target.head(f"Content-Length: {len(numbers)}") + b"\r\n" + numbers)
@@ -108,8 +108,8 @@ def test_health_answers_while_a_large_body_is_read(target: Target) -> None:
 
 
 @pytest.mark.parametrize("coding", ["chunks", "gzip"])
-def test_what_was_not_announced_counts_too(target: Target, coding: str) -> None:
-    """One request is let in whatever it is; beside it nobody has more than is left."""
+def test_chunked_and_gzip_bodies_count_against_the_buffer_limit(target: Target, coding: str) -> None:
+    """One request is always admitted; others get only what is left of the buffer."""
     most = BUFFERED * 3 // 4
     with target.connect() as first:
         first.sendall(target.head("Transfer-Encoding: chunked") + b"\r\n")
@@ -134,11 +134,11 @@ def test_what_was_not_announced_counts_too(target: Target, coding: str) -> None:
 
         until("refused", refused, 30)
         first.sendall(b"0\r\n\r\n")
-        assert read_answer(first).status == 400  # no JSON
+        assert read_answer(first).status == 400  # not JSON
     target.sound()
 
 
-def test_an_offer_of_another_protocol_is_declined(target: Target) -> None:
+def test_http_upgrade_offers_are_declined(target: Target) -> None:
     for offer in ("h2c", "websocket"):
         head = target.head(
             "Connection: Upgrade, HTTP2-Settings",
@@ -154,13 +154,13 @@ def test_an_offer_of_another_protocol_is_declined(target: Target) -> None:
     target.sound()
 
 
-def test_probes_may_ask_for_the_head_alone(target: Target) -> None:
+def test_health_routes_answer_head_requests(target: Target) -> None:
     for path in ("/health/live", "/health/ready", "/health"):
         reply = httpx.head(target.server.url + path, timeout=30)
         assert (reply.status_code, reply.content) == (200, b"")
 
 
-def test_errors_are_shown_to_their_own_key(target: Target) -> None:
+def test_stats_show_errors_only_to_their_own_key_and_the_admin(target: Target) -> None:
     http = target.server.http
     mark = "nobodys-business"
     http.post("/v1/rewards", json={"items": [KNOWN], "model": mark}, headers=bearer(ANN))
@@ -173,19 +173,19 @@ def test_errors_are_shown_to_their_own_key(target: Target) -> None:
     assert mark not in errors(BOB)
 
 
-def test_idle_connections_without_a_key_give_way(target: Target) -> None:
-    ask = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+def test_idle_connections_without_a_key_are_closed_at_the_connection_limit(target: Target) -> None:
+    probe = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with ExitStack() as stack:
         for _ in range(2 * CONNECTIONS):
             sock = stack.enter_context(target.connect())
-            sock.sendall(ask)
+            sock.sendall(probe)
             assert read_answer(sock).status == 200
         assert target.raw(target.head(f"Content-Length: {len(body())}") + b"\r\n" + body()).status == 200
     target.sound()
 
 
 @pytest.mark.slow
-def test_who_does_not_take_the_reply_is_dropped(target: Target) -> None:
+def test_clients_that_do_not_read_the_reply_are_disconnected(target: Target) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(20)
@@ -198,12 +198,12 @@ def test_who_does_not_take_the_reply_is_dropped(target: Target) -> None:
 
 
 def large_request(target: Target) -> bytes:
-    """Its reply is larger than what the kernel holds of one."""
+    """A request whose reply is larger than the kernel's socket buffers."""
     many = b'{"items": [' + b",".join([b'{"tokens":[-1]}'] * 70_000) + b"]}"
     return target.head(f"Content-Length: {len(many)}") + b"\r\n" + many
 
 
-def test_a_worker_is_started_again_when_descriptors_are_there_again(target: Target) -> None:
+def test_a_worker_restarts_when_file_descriptors_are_available_again(target: Target) -> None:
     server = target.server
     pid = server.process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -219,8 +219,8 @@ def test_a_worker_is_started_again_when_descriptors_are_there_again(target: Targ
 
 
 @pytest.mark.slow
-def test_the_drain_waits_until_replies_are_taken(target: Target) -> None:
-    """By SIGHUP, as when a terminal closes. The server of this file ends here."""
+def test_the_drain_waits_until_clients_have_read_their_replies(target: Target) -> None:
+    """With SIGHUP, as when a terminal closes. The module's server ends here."""
     server = target.server
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -232,7 +232,7 @@ def test_the_drain_waits_until_replies_are_taken(target: Target) -> None:
 
         def logged(event: str) -> bool:
             nonlocal data
-            data += sock.recv(1 << 14)  # slowly, but it does take something
+            data += sock.recv(1 << 14)  # slowly, but the client does read
             return any(each["event"] == event for each in server.events())
 
         server.process.send_signal(signal.SIGHUP)

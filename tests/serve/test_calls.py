@@ -1,4 +1,4 @@
-"""Blocking calls in the order of the fair queue."""
+"""Blocking calls run in the order of the fair queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plaudit.serve.http.message import HttpError
 from plaudit.serve.workers.calls import FairCalls
 
 
-def test_keys_take_turns_and_what_nobody_waits_for_is_not_begun() -> None:
+def test_keys_take_turns_and_abandoned_calls_are_not_started() -> None:
     order: list[str] = []
     gate = threading.Event()
 
@@ -29,15 +29,15 @@ def test_keys_take_turns_and_what_nobody_waits_for_is_not_begun() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as threads:
             calls = FairCalls(threads, 1)
-            later = time.monotonic() + 60
-            many = asyncio.create_task(calls.run([(call(f"a{i}"), 10) for i in range(6)], "ann", later))
-            gone = asyncio.create_task(calls.run([(call("gone"), 10)], "cid", later))
+            deadline = time.monotonic() + 60
+            many = asyncio.create_task(calls.run([(call(f"a{i}"), 10) for i in range(6)], "ann", deadline))
+            cancelled = asyncio.create_task(calls.run([(call("gone"), 10)], "cid", deadline))
             await asyncio.sleep(0)
             with pytest.raises(HttpError) as late:
                 await calls.run([(call("late"), 10)], "dan", time.monotonic() + 0.01)
             assert late.value.type == "deadline"
-            gone.cancel()
-            one = asyncio.create_task(calls.run([(call("b"), 10)], "bob", later))
+            cancelled.cancel()
+            one = asyncio.create_task(calls.run([(call("b"), 10)], "bob", deadline))
             await asyncio.sleep(0)
             gate.set()
             assert await one == ["b"]
@@ -48,13 +48,13 @@ def test_keys_take_turns_and_what_nobody_waits_for_is_not_begun() -> None:
     assert order.index("b") <= 2
 
 
-def test_an_error_reaches_its_own_request() -> None:
+def test_an_error_is_raised_only_in_its_own_request() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as threads:
             calls = FairCalls(threads, 1)
-            later = time.monotonic() + 60
+            deadline = time.monotonic() + 60
             with pytest.raises(ZeroDivisionError):
-                await calls.run([(lambda: 1 // 0, 1), (lambda: 1, 1)], "ann", later)
-            assert await calls.run([(lambda: 2, 1)], "bob", later) == [2]
+                await calls.run([(lambda: 1 // 0, 1), (lambda: 1, 1)], "ann", deadline)
+            assert await calls.run([(lambda: 2, 1)], "bob", deadline) == [2]
 
     asyncio.run(main())

@@ -33,7 +33,7 @@ PARTS = 10 if SOAK else 1
 REQUESTS = 2000 * PARTS
 KILLS = 2 * PARTS
 CLIENTS = 8
-GROWTH = 1.05 if SOAK else 1.2  # of memory: after few requests an allocator may still be taking its share
+GROWTH = 1.05 if SOAK else 1.2  # of memory: after few requests the allocator may still be growing
 MALFORMED = (
     b"", b"{", b"[]", b'{"items": 5}', b'{"items": []}', b'{"items": [{"text": 5}]}', b"\xff\xfe", b"[" * 5000,
     b'{"items": [{"tokens": [-1]}]}', b'{"items": [{"tokens": [99999999]}]}',
@@ -42,7 +42,7 @@ MALFORMED = (
 
 
 def content(number: int) -> list[dict[str, Any]]:
-    """One of five hundred requests."""
+    """One of 500 distinct requests."""
     chosen = random.Random(number % 500)
     return [
         {"tokens": [chosen.randrange(4, 12) for _ in range(chosen.randrange(5, 200))]}
@@ -58,7 +58,7 @@ HEAD = "POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-type: applicatio
 
 
 class Client:
-    """Sends requests of every kind; `expected` are the scores of the five hundred."""
+    """Sends requests of every kind; `expected` are the scores of the 500 distinct requests."""
 
     def __init__(self, server: ServerProcess, expected: list[list[float]]) -> None:
         self._port = server.port
@@ -73,8 +73,8 @@ class Client:
             case "valid":
                 status, reply = self._post(body(number))
                 assert status == 200, reply
-                found = [item["scores"][0] for item in json.loads(reply)["items"]]
-                assert found == pytest.approx(self._expected[number % 500], abs=1e-4)
+                scores = [item["scores"][0] for item in json.loads(reply)["items"]]
+                assert scores == pytest.approx(self._expected[number % 500], abs=1e-4)
             case "slow":
                 self._dribble(number)
             case "malformed":
@@ -103,7 +103,7 @@ class Client:
             assert sock.recv(100).startswith(b"HTTP/1.1 200")
 
     def _leave(self, number: int) -> None:
-        """Before the body, in the middle of it, and before the reply."""
+        """Disconnect before the body, in the middle of it or before the reply."""
         data = body(number)
         with suppress(ConnectionError), socket.create_connection(("127.0.0.1", self._port), timeout=60) as sock:
             sock.sendall(HEAD.format(len(data)).encode() + data[: (0, len(data) // 2, len(data))[number % 3]])
@@ -114,7 +114,7 @@ class Client:
 
 
 def resources(server: ServerProcess) -> dict[str, tuple[int, int]]:
-    """Bytes in memory and open files of both processes."""
+    """Resident bytes and open files of both processes."""
     processes = {"front": psutil.Process(server.process.pid), "worker": server.workers()[0]}
     return {name: (process.memory_info().rss, process.num_fds()) for name, process in processes.items()}
 
@@ -127,7 +127,7 @@ def until(what: str, condition: Any, seconds: float = 120) -> None:
 
 
 def loads_ended(server: ServerProcess) -> list[float]:
-    """When its model was loaded, by the log."""
+    """The times at which its model finished loading, from the log."""
     return [e["time"] for e in server.events() if e["event"] == "model" and e["state"] == "ready"]
 
 
@@ -156,8 +156,11 @@ def expected(server: ServerProcess) -> list[list[float]]:
     return [[item["scores"][0] for item in reply.json()["items"]] for reply in replies]
 
 
-def test_twenty_thousand_rough_requests(server: ServerProcess, expected: list[list[float]]) -> None:
-    """B32: valid, slow, malformed and abandoned requests; afterwards scores, memory and open files are as before."""
+def test_scores_memory_and_open_files_survive_mixed_requests(
+    server: ServerProcess, expected: list[list[float]]
+) -> None:
+    """B32: valid, slow, malformed and abandoned requests; afterwards scores, memory and open files are as before.
+    20,000 of them in a soak, a tenth by default."""
     numbers = iter(range(REQUESTS + REQUESTS // 10))
     lock = threading.Lock()
 
@@ -189,21 +192,21 @@ def test_twenty_thousand_rough_requests(server: ServerProcess, expected: list[li
     assert not any(event["event"] == "bug" for event in server.events())
 
 
-def test_a_worker_killed_again_and_again_under_load(
+def test_requests_succeed_while_the_worker_is_killed_repeatedly(
     server: ServerProcess, faults: Faults, expected: list[list[float]]
 ) -> None:
-    """C41: every accepted request is answered with the right scores, whatever dies meanwhile."""
-    going = True
+    """C41: every accepted request gets the right scores while workers are killed."""
+    running = True
     answered: Counter[int] = Counter()
 
     def load(client: int) -> None:
         number = client
-        while going:
+        while running:
             number += CLIENTS
             reply = server.http.post("/v1/rewards", json={"items": content(number), "cache": False}, timeout=300)
             assert reply.status_code == 200, reply.text
-            found = [item["scores"][0] for item in reply.json()["items"]]
-            assert found == pytest.approx(expected[number % 500], abs=1e-4)
+            scores = [item["scores"][0] for item in reply.json()["items"]]
+            assert scores == pytest.approx(expected[number % 500], abs=1e-4)
             answered[client] += 1
 
     seconds = []
@@ -219,21 +222,21 @@ def test_a_worker_killed_again_and_again_under_load(
                 faults.clear()
                 until("not ready", lambda: not server.ready())
                 until("ready", server.ready)
-                seen = time.time()
+                ready_at = time.time()
                 until("logged", lambda before=before: len(loads_ended(server)) > before)  # type: ignore[misc]
-                seconds.append(seen - loads_ended(server)[-1])
+                seconds.append(ready_at - loads_ended(server)[-1])
                 until("at work", lambda done=done: sum(answered.values()) > done + CLIENTS)  # type: ignore[misc]
         finally:
-            going = False
+            running = False
             faults.clear()
-        for one in loads:
-            one.result()
+        for task in loads:
+            task.result()
     assert server.metric("plaudit_worker_restarts_total") == KILLS
     assert max(seconds) < 30, seconds  # from the end of loading to the first answer that the server is ready
 
 
-def test_a_worker_that_is_stopped_for_good_is_replaced(server: ServerProcess, expected: list[list[float]]) -> None:
-    """C42: not ready soon (10 s of silence); then another takes its place and answers what the first one held."""
+def test_a_worker_that_stays_stopped_is_replaced(server: ServerProcess, expected: list[list[float]]) -> None:
+    """C42: the server becomes unready after 10 s of silence; then another worker replaces it and answers its items."""
     (worker,) = server.workers()
     worker.suspend()
     with ThreadPoolExecutor(1) as threads:
@@ -248,17 +251,17 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(server: ServerProcess, ex
     assert not worker.is_running()
 
 
-def test_a_server_that_is_killed_leaves_no_worker(server: ServerProcess) -> None:
-    """C41: kill -9 of the HTTP process. The server of this file ends here."""
+def test_killing_the_http_process_leaves_no_worker(server: ServerProcess) -> None:
+    """C41: kill -9 of the HTTP process. The module's server ends here."""
     (worker,) = server.workers()
     server.process.kill()
     server.process.wait()
     assert not psutil.wait_procs([worker], timeout=60)[1]
 
 
-def test_weights_that_change_on_disk_are_not_served_under_the_old_name(faults: Faults, tmp_path: Path) -> None:
-    """C51: a worker that finds other weights when it starts again is not put in service: its scores would carry the
-    version of the old ones, and the cache would mix both."""
+def test_weights_that_change_on_disk_are_not_served_under_the_old_version(faults: Faults, tmp_path: Path) -> None:
+    """C51: a restarted worker that loads other weights is not put in service: its scores would have the old version,
+    and the cache would mix both."""
     file = copytree(Path(plaudit.__path__[0]) / "embedded" / "sums", tmp_path / "model") / "model.safetensors"
     tree = {"models": {"sums": {"path": str(tmp_path / "model")}}}
     with ServerProcess(tree, environment=faults.environment) as server:
@@ -271,8 +274,8 @@ def test_weights_that_change_on_disk_are_not_served_under_the_old_name(faults: F
 
 
 @pytest.mark.skipif(not FORKS, reason="workers are new processes here, which read the newer code")
-def test_code_that_changes_on_disk_does_not_keep_workers_from_starting_again(tmp_path: Path) -> None:
-    """C51: they are forked from a process that has read the old code, and compute with that, under its version."""
+def test_workers_restart_after_the_code_on_disk_changes(tmp_path: Path) -> None:
+    """C51: they are forked from a process that has imported the old code, and compute with it, under its version."""
     copy = copytree(Path(plaudit.__path__[0]), tmp_path / "plaudit", ignore=ignore_patterns("__pycache__"))
     environment = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     with ServerProcess({"models": {"sums": {"path": "sums"}}}, environment=environment, launcher=["-P"]) as server:

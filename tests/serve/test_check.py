@@ -1,4 +1,4 @@
-"""`plaudit serve --check`: everything that would prevent a server from starting, one line each, and what would not."""
+"""`plaudit serve --check` prints a line for each problem that would prevent a start, and one for each passed check."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .process import free_port
 RULE = {"kind": "rule", "rule": "regex", "pattern": "#12$"}
 
 
-def check(tree: dict[str, Any], place: Path, *flags: str) -> tuple[int, list[str]]:
-    file = place / "serve.toml"
+def check(tree: dict[str, Any], directory: Path, *flags: str) -> tuple[int, list[str]]:
+    file = directory / "serve.toml"
     file.write_text(to_toml(tree))
-    done = plaudit_here("serve", "--config", str(file), "--check", *flags)
-    return done.returncode, (done.stdout + done.stderr).splitlines()
+    result = plaudit_here("serve", "--config", str(file), "--check", *flags)
+    return result.returncode, (result.stdout + result.stderr).splitlines()
 
 
-def test_a_sound_configuration(tmp_path: Path) -> None:
+def test_a_valid_configuration_passes_all_checks(tmp_path: Path) -> None:
     plaudit_here("keys", "add", "ann", "--file", str(tmp_path / "keys.toml"))
     port = free_port()
     tree = {
@@ -38,17 +38,17 @@ def test_a_sound_configuration(tmp_path: Path) -> None:
     code, lines = check(tree, tmp_path)
     assert code == 0, lines
     assert all(line.startswith("ok: ") for line in lines)
-    said = [line.removeprefix("ok: ").partition(": ")[0] for line in lines]
+    names = [line.removeprefix("ok: ").partition(": ")[0] for line in lines]
     models = [f"model {name}" for name in ("sums", "steps", "teacher", "rule", "both")]
-    assert said == [*models, "protocols", "keys", "tls", "address", "model_root", "state_file"]
+    assert names == [*models, "protocols", "keys", "tls", "address", "model_root", "state_file"]
     assert f"ok: address: http://127.0.0.1:{port}" in lines
     with socket.create_server(("127.0.0.1", port)):
-        pass  # nobody listens there
+        pass  # the check has left the port free
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_an_encoder_with_several_labels_is_well(tmp_path: Path, family: str) -> None:
-    """As the server serves it: without weights, for protocols that show labels."""
+def test_an_encoder_with_several_labels_passes(tmp_path: Path, family: str) -> None:
+    """The server serves it too: without weights, for protocols that return labels."""
     code, lines = check(
         {"models": {"rerank": {"path": str(encoder(tmp_path / "encoder", family, 3))}}}, tmp_path, "--port", "0"
     )
@@ -56,8 +56,8 @@ def test_an_encoder_with_several_labels_is_well(tmp_path: Path, family: str) -> 
     assert lines[0].startswith("ok: model rerank: outcome")
 
 
-def test_every_fault_has_its_line(tmp_path: Path) -> None:
-    """All at once: the lines that are well are there too."""
+def test_every_problem_is_reported_on_its_own_line(tmp_path: Path) -> None:
+    """All at once; passed checks are printed too."""
     cut = copied("sums", tmp_path / "cut")
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[:-100])
@@ -65,9 +65,9 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
     mixed = copied("sums", tmp_path / "mixed")
     (mixed / "tokenizer.json").unlink()
     (tmp_path / "keys.toml").write_text("[ann]\nsha256 = 'no'\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         tree = {
-            "port": taken.getsockname()[1], "api_key_file": str(tmp_path / "keys.toml"), "protocols": ["tritton"],
+            "port": listener.getsockname()[1], "api_key_file": str(tmp_path / "keys.toml"), "protocols": ["tritton"],
             "model_root": str(tmp_path / "missing"), "tls_cert": str(tmp_path / "no.crt"), "tls_key": "no.key",
             "state_file": str(tmp_path / "nowhere" / "state.json"),
             "models": {
@@ -85,8 +85,8 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
         "address": "cannot listen", "model_root": "missing", "state_file": "does not exist",
     }  # fmt: skip
     assert [line for line in lines if line.startswith("ok: ")] == [line for line in lines if "model good" in line]
-    for what, words in faults.items():
-        (line,) = [line for line in lines if line.startswith(f"error: {what}: ")]
+    for check_name, words in faults.items():
+        (line,) = [line for line in lines if line.startswith(f"error: {check_name}: ")]
         assert words in line
     assert len(lines) == len(faults) + 1
 
@@ -94,7 +94,7 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "words"), [({"prot": 1}, "'port'"), ({"models": {"a": {"path": "/no/such"}}}, "/no/such")]
 )
-def test_what_is_no_configuration_is_one_line(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
+def test_an_invalid_configuration_is_reported_in_one_line(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
     code, lines = check(tree, tmp_path)
     assert (code, len(lines)) == (2, 1)
     assert words in lines[0]

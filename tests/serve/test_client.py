@@ -1,4 +1,4 @@
-"""A result for every item, in order, or an exception: against real servers, including ones that misbehave."""
+"""The client returns a result for every item, in order, or raises: against real servers, including misbehaving ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chains(count: int) -> list[Item]:
 
 
 def numbers(count: int) -> list[Item]:
-    """For scripted servers: item i has the score i. Prompts differ, so that every item is a group of its own."""
+    """For scripted servers: item i has the score i. Prompts differ, so that every item is a separate group."""
     return [Item(prompt=f"p{i}", response=str(i)) for i in range(count)]
 
 
@@ -47,13 +47,13 @@ def values(results: Sequence[Score | StepScores]) -> list[float | None]:
 
 
 def fails_first(times: int, failure: Answer) -> Callable[[int, Asked], Answer]:
-    return lambda number, asked: failure if number < times else Answer(right(asked))
+    return lambda number, request: failure if number < times else Answer(right(request))
 
 
 # Real servers
 
 
-def test_all_forms_give_the_scores_of_the_model_in_process(server: ServerProcess) -> None:
+def test_all_item_forms_give_the_scores_of_the_in_process_model(server: ServerProcess) -> None:
     items = chains(100)
     local = load_reward("sums").score(items)
     with RewardClient(server.url, model="sums") as client:
@@ -98,7 +98,7 @@ def test_steps_truncation_and_failed_items(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
+def test_async_calls_run_concurrently(server: ServerProcess) -> None:
     async def calls() -> list[list[Score | StepScores]]:
         async with AsyncRewardClient(server.url, model="sums") as client:
             return await asyncio.gather(*(client.score([item]) for item in chains(200)))
@@ -109,18 +109,18 @@ def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerProcess) -> None:
+def test_no_item_or_order_is_lost_when_a_server_is_killed_under_load(server: ServerProcess) -> None:
     items = chains(4000)
     with (
         ServerProcess(None, "--model", "sums") as doomed,
         RewardClient([server.url, doomed.url], model="sums") as client,
     ):
-        under_way = client.submit(items)
+        pending = client.submit(items)
         while doomed.metric("plaudit_items_total", model="sums") < 200:
             time.sleep(0.01)
-        assert not under_way.done()
+        assert not pending.done()
         doomed.kill()
-        results = values(under_way.result(120))
+        results = values(pending.result(120))
         afterwards = values(client.score(items[:300]))
     with RewardClient(server.url, model="sums") as client:
         expected = values(client.score(items))
@@ -128,48 +128,50 @@ def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerPro
     assert np.allclose(afterwards, expected[:300], atol=5e-5)  # type: ignore[arg-type]
 
 
-# What is sent
+# Requests
 
 
-def test_neighbours_with_one_prompt_are_one_group_and_requests_are_bounded() -> None:
+def test_adjacent_items_with_one_prompt_form_one_group_and_requests_are_bounded() -> None:
     items = [Item(prompt=f"p{i // 8}", response=str(i)) for i in range(1000)]
     items += [Item(prompt="big", response=str(i)) for i in range(1000, 1200)]
     items += [Item(prompt="big", response=str(i), truth=i) for i in range(1200, 1204)]
     with Scripted() as scripted, RewardClient(scripted.url) as client:
         assert values(client.score(items)) == [float(i) for i in range(1204)]
-        sent = [(item["prompt"], len(item["responses"])) for asked in scripted.asked for item in asked.body["items"]]
-        assert max(asked.responses for asked in scripted.asked) <= 64
-    assert sorted(sent)[:4] == [("big", 1)] * 4  # another truth is another group
+        sent = [
+            (item["prompt"], len(item["responses"])) for request in scripted.asked for item in request.body["items"]
+        ]
+        assert max(request.responses for request in scripted.asked) <= 64
+    assert sorted(sent)[:4] == [("big", 1)] * 4  # items with different truths are separate groups
     assert sorted(sent)[4:8] == [("big", 8), ("big", 64), ("big", 64), ("big", 64)]
     assert all(size == 8 for prompt, size in sent if prompt != "big")
     assert len(sent) == 125 + 8
 
 
-def test_order_is_kept_whatever_comes_back_first() -> None:
-    def slow(number: int, asked: Asked) -> Answer:
+def test_order_is_kept_when_replies_arrive_out_of_order() -> None:
+    def slow(number: int, request: Asked) -> Answer:
         time.sleep(random.Random(number).uniform(0, 0.05))
-        return Answer(right(asked))
+        return Answer(right(request))
 
     with Scripted(slow) as one, Scripted(slow) as other, RewardClient([one.url, other.url]) as client:
         assert values(client.score(numbers(2000))) == [float(i) for i in range(2000)]
-        assert sum(asked.responses for asked in one.asked + other.asked) == 2000
+        assert sum(request.responses for request in one.asked + other.asked) == 2000
         assert min(len(one.asked), len(other.asked)) >= 8
 
 
-def test_connections_are_kept_and_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_reused_and_environment_proxies_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     with Scripted() as scripted, RewardClient(scripted.url, api_key="secret-key", timeout=50) as client:
         for _ in range(10):
             client.score(numbers(1), truncate="left", priority=3)
         assert scripted.connections == 1
-        asked = scripted.asked[0]
-    assert asked.headers["authorization"] == "Bearer secret-key"
-    assert 40 < float(asked.headers["x-deadline"]) <= 50
-    assert (asked.body["truncate"], asked.body["priority"], asked.body["steps"]) == ("left", 3, False)
+        request = scripted.asked[0]
+    assert request.headers["authorization"] == "Bearer secret-key"
+    assert 40 < float(request.headers["x-deadline"]) <= 50
+    assert (request.body["truncate"], request.body["priority"], request.body["steps"]) == ("left", 3, False)
 
 
-def test_what_no_request_can_carry_fails_alone() -> None:
+def test_items_that_cannot_be_encoded_fail_individually() -> None:
     items = [*numbers(2), Item(prompt="p", response="\ud800"), Item(prompt="p", response="3", truth=object())]
     with Scripted() as scripted, RewardClient(scripted.url) as client:
         results = client.score(items)
@@ -188,13 +190,13 @@ def test_what_no_request_can_carry_fails_alone() -> None:
         ({"prompt": "p", "response": "r", "responses": ["r"]}, "both response and responses"),
     ],
 )
-def test_entries_that_are_none_are_refused(entry: Any, message: str) -> None:
+def test_invalid_entries_are_rejected(entry: Any, message: str) -> None:
     with RewardClient() as client, pytest.raises(RequestError, match=message):
         client.score([entry])
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:5555", "", "ftp://x", "http://", "http://me:secret@host", "http://a\nb"])
-def test_addresses_that_are_none_are_refused(url: str) -> None:
+def test_invalid_urls_are_rejected(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RewardClient(url)
     assert "secret" not in str(caught.value)
@@ -202,7 +204,7 @@ def test_addresses_that_are_none_are_refused(url: str) -> None:
         RewardClient([])
 
 
-# What is tried again
+# Retries
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_addresses_that_are_none_are_refused(url: str) -> None:
         Answer(b"", 200, missing=1000),
     ],
 )
-def test_a_failed_attempt_is_repeated(failure: Answer) -> None:
+def test_a_failed_attempt_is_retried(failure: Answer) -> None:
     with Scripted(fails_first(2, failure)) as scripted, RewardClient(scripted.url) as client:
         assert values(client.score(numbers(3))) == [0.0, 1.0, 2.0]
         assert len(scripted.asked) == 3
@@ -235,11 +237,11 @@ def test_retry_after_is_honoured_by_all_requests() -> None:
             began = time.monotonic()
             with pytest.raises(RewardUnavailable, match=rf"no scores from {scripted.url} after 1 attempt\(s\).*503"):
                 client.score(numbers(1))
-            assert time.monotonic() - began < 15  # there was no use in waiting
+            assert time.monotonic() - began < 15  # a retry could not succeed before the timeout
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422])
-def test_a_refusal_is_not_repeated(status: int) -> None:
+def test_a_rejected_request_is_not_retried(status: int) -> None:
     refusal = Answer({"error": {"type": "some_type", "message": "it is\n so"}}, status)
     with Scripted(lambda *_: refusal) as scripted, RewardClient(scripted.url) as client:
         with pytest.raises(
@@ -262,7 +264,7 @@ def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
+def test_a_hanging_server_costs_only_the_timeout() -> None:
     with Scripted(lambda *_: Answer(hang=True)) as hung:
         with RewardClient(hung.url, timeout=0.5) as client:
             began = time.monotonic()
@@ -274,36 +276,36 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_that_is_stopped_is_left_and_one_that_is_slow_is_not(
+def test_a_stopped_server_is_abandoned_and_a_slow_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "PROBE_EVERY", 0.2)
     monkeypatch.setattr(client_module, "PROBE_SECONDS", 1.0)
 
-    def slowly(number: int, asked: Asked) -> Answer:
+    def slowly(number: int, request: Asked) -> Answer:
         time.sleep(1.0)
-        return Answer(right(asked))
+        return Answer(right(request))
 
-    # As of a stopped process: the kernel takes connections and requests, and nobody answers.
+    # Like a stopped process: the kernel accepts connections and requests, and nothing answers.
     with socket.create_server(("127.0.0.1", 0)) as stopped, Scripted(slowly) as slow:
         urls = [f"http://127.0.0.1:{stopped.getsockname()[1]}", slow.url]
         with RewardClient(urls, timeout=240) as client:
             for _ in range(2):
                 assert values(client.score(numbers(100))) == [float(i) for i in range(100)]
-        once = len(slow.asked)
+        requests = len(slow.asked)
         with RewardClient(slow.url) as client:
             assert values(client.score(numbers(100))) == [float(i) for i in range(100)]
-    assert once == 2 * (len(slow.asked) - once), "nothing was asked twice of the slow one"
+    assert requests == 2 * (len(slow.asked) - requests), "nothing was asked twice of the slow one"
 
 
-def test_a_request_that_hangs_is_hedged_on_the_same_server() -> None:
-    """The first never gets an answer, the second gets it at once: without the hedge this would last for ever."""
-    with Scripted(lambda number, asked: Answer(right(asked), hang=number == 0)) as scripted:
+def test_a_hanging_request_is_hedged_on_the_same_server() -> None:
+    """The first attempt gets no answer, the second gets one at once; without the hedge the call would never end."""
+    with Scripted(lambda number, request: Answer(right(request), hang=number == 0)) as scripted:
         with RewardClient(scripted.url, timeout=None, retries=0, hedge=0.05) as client:
             assert values(client.score(numbers(3))) == [0.0, 1.0, 2.0]
-        assert [asked.responses for asked in scripted.asked] == [3, 3]
+        assert [request.responses for request in scripted.asked] == [3, 3]
     refusal = Answer({"error": {"type": "overloaded", "message": "no"}}, 503)
-    with Scripted(lambda number, asked: refusal if number else Answer(right(asked))) as scripted:
+    with Scripted(lambda number, request: refusal if number else Answer(right(request))) as scripted:
         with RewardClient(scripted.url, retries=0, hedge=60) as client:
             assert values(client.score(numbers(1))) == [0.0]
             with pytest.raises(RewardUnavailable, match="after 1 attempt"):
@@ -313,7 +315,7 @@ def test_a_request_that_hangs_is_hedged_on_the_same_server() -> None:
         RewardClient(hedge=0)
 
 
-def test_a_hedge_goes_to_another_server_and_the_loser_is_withdrawn() -> None:
+def test_a_hedge_goes_to_another_server_and_the_loser_is_cancelled() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Scripted() as sound:
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", sound.url]
         with RewardClient(urls, timeout=None, retries=0, hedge=0.05) as client:
@@ -322,14 +324,14 @@ def test_a_hedge_goes_to_another_server_and_the_loser_is_withdrawn() -> None:
                 assert values(client.score(numbers(2))) == [0.0, 1.0]
             assert len(sound.asked) == calls, "each call has one answer"
             silent.settimeout(60)
-            connection, _ = silent.accept()  # of the 30 calls some began there
+            connection, _ = silent.accept()  # some of the 30 calls began on this server
             connection.settimeout(60)
             while connection.recv(65536):
-                pass  # the end: the client has withdrawn it while it lives on
+                pass  # end of stream: the client has cancelled the request and is still open
             connection.close()
 
 
-def test_a_server_that_comes_back_is_waited_for() -> None:
+def test_the_client_waits_for_a_server_that_comes_back() -> None:
     port = free_port()
     with RewardClient(f"http://127.0.0.1:{port}", timeout=120) as client:
         scored = client.submit(numbers(200))
@@ -339,7 +341,7 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
             assert values(scored.result(120)) == [float(i) for i in range(200)]
 
 
-def test_a_failing_server_is_left_alone_and_then_tried_again() -> None:
+def test_a_failing_server_is_ejected_and_later_retried() -> None:
     replicas = Replicas(["bad", "good"])
     bad, good = replicas.all
     good.outstanding = 5
@@ -365,7 +367,7 @@ def test_a_failing_server_is_left_alone_and_then_tried_again() -> None:
     bad.rest_until = 0.0
     bad.failures = EJECT_AFTER
     bad.out_until = time.monotonic() + 30
-    assert replicas.choose() is bad  # nobody else may be asked
+    assert replicas.choose() is bad  # no other replica is available
 
 
 def test_a_server_that_only_fails_gets_few_requests() -> None:
@@ -377,12 +379,12 @@ def test_a_server_that_only_fails_gets_few_requests() -> None:
         assert len(bad.asked) <= 10
 
 
-# What is never believed
+# Invalid replies
 
 
 def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[int, Asked], Answer]:
-    def answer(_: int, asked: Asked) -> Answer:
-        reply = right(asked)
+    def answer(_: int, request: Asked) -> Answer:
+        reply = right(request)
         changed = change(reply)
         return Answer(reply if changed is None else changed)
 
@@ -419,7 +421,7 @@ def first(reply: dict[str, Any]) -> dict[str, Any]:
         (lambda r: b"[" * 100_000, "does not match the request"),
     ],
 )
-def test_a_reply_that_cannot_be_right_raises(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+def test_an_invalid_reply_raises(change: Callable[[dict[str, Any]], Any], message: str) -> None:
     def quiet(reply: dict[str, Any]) -> Any:
         changed = change(reply)
         return changed if isinstance(changed, bytes | list) else None
@@ -439,15 +441,15 @@ def test_a_reply_that_cannot_be_right_raises(change: Callable[[dict[str, Any]], 
         ([[0.5]], "2 responses were sent, but the reply has 1 steps"),
     ],
 )
-def test_step_scores_are_checked_as_well(steps: Any, message: str) -> None:
+def test_step_scores_are_validated(steps: Any, message: str) -> None:
     script = spoiled(lambda r: first(r).update(steps=steps))
     with Scripted(script) as scripted, RewardClient(scripted.url) as client, pytest.raises(BadReply, match=message):
         client.score([("p", ["0", "1"])], steps=True)
 
 
-def test_item_errors_are_results_and_never_numbers() -> None:
-    def partly(_: int, asked: Asked) -> Answer:
-        reply = right(asked)
+def test_item_errors_are_returned_as_results_without_a_value() -> None:
+    def partly(_: int, request: Asked) -> Answer:
+        reply = right(request)
         reply["items"][0] = {"scores": [0.0, None], "errors": [None, {"type": "worker_crash", "message": "died"}]}
         reply["items"][1] = {"error": {"type": "model_failed", "message": "gone"}}
         return Answer(reply)
@@ -469,9 +471,9 @@ def test_redirects_are_not_followed() -> None:
         assert target.asked == []
 
 
-def test_a_version_that_changes_in_mid_call_is_scored_again() -> None:
-    def swapped(number: int, asked: Asked) -> Answer:
-        return Answer(right(asked, "0-a" if number < 3 else "1-b"))
+def test_a_call_is_scored_again_if_the_version_changes() -> None:
+    def swapped(number: int, request: Asked) -> Answer:
+        return Answer(right(request, "0-a" if number < 3 else "1-b"))
 
     with Scripted(swapped) as scripted, RewardClient(scripted.url) as client:
         results = client.score(numbers(640))
@@ -482,17 +484,17 @@ def test_a_version_that_changes_in_mid_call_is_scored_again() -> None:
             client.score(numbers(1), version="0-a")
 
 
-def test_versions_that_do_not_agree_raise() -> None:
+def test_disagreeing_versions_raise() -> None:
     changed = "scored parts of one call with versions 0-"
     with (
-        Scripted(lambda number, asked: Answer(right(asked, f"0-{number}"))) as scripted,
+        Scripted(lambda number, request: Answer(right(request, f"0-{number}"))) as scripted,
         RewardClient(scripted.url) as client,
         pytest.raises(VersionChanged, match=changed),
     ):
         client.score(numbers(300))
 
 
-# In process, and the life of a client
+# In-process rewards, and the lifecycle of a client
 
 
 class Lengths:
@@ -510,7 +512,7 @@ class Lengths:
         pass
 
 
-def test_a_reward_in_process_goes_through_the_same_checks() -> None:
+def test_an_in_process_reward_gets_the_same_checks() -> None:
     with RewardClient(transport=InProcess(Lengths())) as client:
         results = client.score([("p", ["", "a", "bb"]), *(("q", "c" * i) for i in range(300))])
         assert values(results) == [0.0, 1.0, 2.0, *map(float, range(300))]
@@ -532,7 +534,7 @@ def test_an_asgi_application_needs_no_socket() -> None:
         assert client.score([("p", "a")]) == [Score(0.25, version="v")]
 
 
-def test_cancelling_and_closing_end_what_is_under_way() -> None:
+def test_cancel_and_close_end_pending_calls() -> None:
     with Scripted(lambda *_: Answer(hang=True)) as hung:
         client = RewardClient(hung.url)
         first, second = client.submit(numbers(1)), client.submit(numbers(1))

@@ -1,4 +1,4 @@
-"""The critic server: NeMo-Aligner's three calls to a real process, compared with the same model computed here."""
+"""The critic server: NeMo-Aligner's three calls to a real process, compared with the same model in the test process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shared() -> Iterator[CriticProcess]:
 
 @pytest.fixture
 def critic(shared: CriticProcess) -> CriticProcess:
-    """As it was when it was new."""
+    """The critic, reset to its initial state."""
     assert shared.load("step-000001").json()["updates"] == 0
     return shared
 
@@ -61,13 +61,13 @@ def shared_slow() -> Iterator[CriticProcess]:
 
 @pytest.fixture
 def slow(shared_slow: CriticProcess) -> CriticProcess:
-    """One whose updates on many rows take seconds."""
+    """A critic whose updates on many rows take seconds."""
     assert shared_slow.load("step-000001").json()["updates"] == 0
     return shared_slow
 
 
 class Posted(threading.Thread):
-    """A critic_train under way; `status` when it is over."""
+    """A running critic_train request; `status` is set when it ends."""
 
     def __init__(self, critic: CriticProcess, teach: dict[str, np.ndarray]) -> None:
         super().__init__(target=self._post)
@@ -75,10 +75,10 @@ class Posted(threading.Thread):
         (worker,) = critic.workers()
         began = worker.cpu_times().user
         self.start()
-        until = time.monotonic() + 200
+        deadline = time.monotonic() + 200
         while worker.cpu_times().user < began + 0.3:
             assert self.is_alive(), "the update is too short for this test"
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.02)
 
     def _post(self) -> None:
@@ -87,10 +87,10 @@ class Posted(threading.Thread):
 
 @pytest.fixture(scope="module")
 def returns(rows: list[list[int]]) -> list[float]:
-    return [1.0 if at % 2 else -1.0 for at in range(len(rows))]
+    return [1.0 if index % 2 else -1.0 for index in range(len(rows))]
 
 
-def test_values_are_those_of_the_saved_model_computed_plainly(
+def test_values_equal_a_plain_forward_of_the_saved_model(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     before = critic.values(rows)
@@ -101,18 +101,18 @@ def test_values_are_those_of_the_saved_model_computed_plainly(
         critic.train(teach)
     values = critic.values(rows)
     model = load_value(critic.saves / critic.save() / "model").module
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         with torch.no_grad():
             expected = model(torch.tensor([row]))[0]
-        assert values[at, : len(row)] == pytest.approx(expected.numpy(), abs=5e-5)
-        assert not values[at, len(row) :].any()
-    # The same by any width of padding, alone, and by sentences.
+        assert values[index, : len(row)] == pytest.approx(expected.numpy(), abs=5e-5)
+        assert not values[index, len(row) :].any()
+    # The same with any width of padding, and for a row alone.
     wide = critic.values(rows, 100)
     assert wide[:, :64] == pytest.approx(values, abs=5e-5)
     assert critic.values(rows[:1])[0] == pytest.approx(values[0], abs=5e-5)
 
 
-def test_the_loss_is_the_clipped_value_loss_and_falls(
+def test_the_loss_is_the_clipped_value_loss_and_decreases(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     teach = lesson(rows, prompts, returns, critic.values(rows))
@@ -129,10 +129,10 @@ def test_the_loss_is_the_clipped_value_loss_and_falls(
     assert critic.metric("plaudit_critic_updates") == 8
 
 
-def test_the_optimizer_is_the_trainers(
+def test_the_optimizer_matches_the_trainers(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
-    """The same updates in this process by LocalCritic give the same losses."""
+    """The same updates in this process, by ServedCritic's LocalCritic, give the same losses."""
     from plaudit.config.critic import parse_critic
     from plaudit.critic.worker import ServedCritic
     from plaudit.serve.protocols.critic import wire
@@ -152,8 +152,8 @@ def test_the_optimizer_is_the_trainers(
             1, [len(row) for row in read.tokens], frames.as_bytes(read.tokens), read.prompts, read.mask.tobytes(),
             read.returns.tobytes(), read.values.tobytes(), "", None,
         )  # fmt: skip
-        told = json.loads(here.learn(call).text)
-        assert critic.train(teach) == pytest.approx(told["value/loss"], abs=1e-6)
+        metrics = json.loads(here.learn(call).text)
+        assert critic.train(teach) == pytest.approx(metrics["value/loss"], abs=1e-6)
 
 
 def test_batch_splits_a_call_into_updates(rows: list[list[int]], prompts: list[int], returns: list[float]) -> None:
@@ -162,28 +162,28 @@ def test_batch_splits_a_call_into_updates(rows: list[list[int]], prompts: list[i
         assert critic.state()["updates"] == 3
 
 
-def test_rewards_come_in_the_same_call(rows: list[list[int]]) -> None:
+def test_rewards_are_returned_in_the_same_call(rows: list[list[int]]) -> None:
     with CriticProcess({"reward": "sums"}) as critic:
-        given = critic.ask("critic_infer", padded(rows))
+        reply = critic.ask("critic_infer", padded(rows))
         expected = [score.value for score in load_reward("sums").score([Item(tokens=tuple(row)) for row in rows])]
-        assert given.tensors["rewards"].shape == (12, 1)
-        assert given.tensors["rewards"].flatten().tolist() == pytest.approx(expected, abs=5e-5)
-        assert given.tensors["values"].shape == (12, 64)
+        assert reply.tensors["rewards"].shape == (12, 1)
+        assert reply.tensors["rewards"].flatten().tolist() == pytest.approx(expected, abs=5e-5)
+        assert reply.tensors["values"].shape == (12, 64)
         outputs = critic.http.get("/v2/models/critic_infer").json()["outputs"]
         assert [output["name"] for output in outputs] == ["values", "rewards"]
 
 
-def test_what_cannot_be_is_refused_and_the_weights_stay(
+def test_invalid_requests_are_rejected_and_the_weights_stay_unchanged(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     teach = lesson(rows, prompts, returns, critic.values(rows))
     critic.train(teach)
     before = critic.values(rows)
-    spoiled = {}
+    invalid = {}
     for value in (np.nan, np.inf, -np.inf):
         for name in ("returns", "prev_values", "mask"):
-            spoiled[f"{name} {value}"] = {**teach, name: np.where(teach["mask"] > 0, np.float32(value), 0)}
-    spoiled |= {
+            invalid[f"{name} {value}"] = {**teach, name: np.where(teach["mask"] > 0, np.float32(value), 0)}
+    invalid |= {
         "half a mask": {**teach, "mask": teach["mask"] / 2},
         "no mask": {**teach, "mask": teach["mask"] * 0},
         "columns": {**teach, "returns": np.zeros((12, 64), np.float32)},
@@ -197,16 +197,16 @@ def test_what_cannot_be_is_refused_and_the_weights_stay(
         "another": {**teach, "rewards": teach["mask"]},
         "empty": {name: tensor[:0] for name, tensor in teach.items()},
     }
-    for what, tensors in spoiled.items():
+    for case, tensors in invalid.items():
         reply = critic.post("critic_train", tensors)
-        assert reply.status_code == 400, (what, reply.status_code, reply.text)
-        assert reply.json()["error"], what
+        assert reply.status_code == 400, (case, reply.status_code, reply.text)
+        assert reply.json()["error"], case
     long = np.ones((1, 400), np.int64)
     wide = {n: np.ones((1, 399), np.float32) for n in ("returns", "prev_values", "mask")}
     assert critic.post("critic_train", {"tokens": long, **wide}).status_code == 400
     assert critic.post("critic_train", teach, updates="1").status_code == 400
     assert critic.post("critic_train", teach, update_id=7).status_code == 400
-    # Finite numbers whose squares are not: seen when the gradient is there, before the step is taken.
+    # Finite numbers with infinite squares: detected in the gradient, before the optimizer step.
     reply = critic.post("critic_train", {**teach, "returns": teach["returns"] * np.float32(1e30)})
     assert (reply.status_code, reply.json()["type"]) == (400, "not_finite")
     for tensors in (padded([[5, 999]]), {"tokens": padded(rows)["tokens"]}):
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused_and_the_weights_stay(
     assert critic.train(teach) > 0, "and it goes on"
 
 
-def test_an_update_sent_twice_is_made_once(
+def test_an_update_sent_twice_is_applied_once(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     teach = lesson(rows, prompts, returns, critic.values(rows))
@@ -229,7 +229,7 @@ def test_an_update_sent_twice_is_made_once(
     refused = critic.post("critic_train", teach, update_id="run-2", updates=0)
     assert (refused.status_code, refused.json()["type"]) == (409, "conflict")
     assert critic.train(teach, update_id="run-2", updates=1) != first
-    # Ten at once under one id: one update, ten equal answers.
+    # Ten at once with one id: one update, ten equal answers.
     answers: list[float] = []
     threads = [
         threading.Thread(target=lambda: answers.append(critic.train(teach, update_id="run-3"))) for _ in range(10)
@@ -244,7 +244,7 @@ def test_an_update_sent_twice_is_made_once(
 
 
 @pytest.mark.slow
-def test_values_asked_for_during_an_update_are_those_after_it(
+def test_values_requested_during_an_update_are_those_after_it(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     many = rows * 40
@@ -258,7 +258,7 @@ def test_values_asked_for_during_an_update_are_those_after_it(
     assert np.array_equal(during, slow.values(rows))
 
 
-def test_a_save_brings_model_and_optimizer_back_to_the_bit(
+def test_a_save_restores_model_and_optimizer_exactly(
     critic: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     teach = lesson(rows, prompts, returns, critic.values(rows))
@@ -266,11 +266,11 @@ def test_a_save_brings_model_and_optimizer_back_to_the_bit(
         critic.train(teach)
     name = critic.save()
     values = critic.values(rows)
-    on = [critic.train(teach) for _ in range(3)]
+    losses = [critic.train(teach) for _ in range(3)]
     reply = critic.load(name)
     assert (reply.status_code, reply.json()["updates"]) == (200, 3)
     assert np.array_equal(critic.values(rows), values)
-    assert [critic.train(teach) for _ in range(3)] == on
+    assert [critic.train(teach) for _ in range(3)] == losses
     for wrong in ("../..", "/etc", "step-000099", "step-000001.tmp", "", "step-000001/model"):
         reply = critic.load(wrong)
         assert reply.status_code == 404, wrong
@@ -281,7 +281,7 @@ def test_a_save_brings_model_and_optimizer_back_to_the_bit(
 
 
 @pytest.mark.slow
-def test_another_server_goes_on_from_the_newest_save(
+def test_a_new_server_resumes_from_the_newest_save(
     rows: list[list[int]], prompts: list[int], returns: list[float], tmp_path: Path
 ) -> None:
     with CriticProcess(save_dir=tmp_path / "saves") as critic:
@@ -290,19 +290,17 @@ def test_another_server_goes_on_from_the_newest_save(
         critic.save()
         expected = critic.train(teach)
         assert critic.stop() == 0
-    with CriticProcess(save_dir=tmp_path / "saves", wait=False) as unasked:
-        assert unasked.process.wait(60) == 2
-        assert "--resume" in unasked.log()
-    with CriticProcess(None, "--resume", save_dir=tmp_path / "saves") as again:
-        assert again.state()["updates"] == 1
-        again.train(teach, update_id="mine")
-        assert again.state()["updates"] == 1, "it remembers what the first had done"
-        assert again.train(teach) == expected
+    with CriticProcess(save_dir=tmp_path / "saves", wait=False) as without_resume:
+        assert without_resume.process.wait(60) == 2
+        assert "--resume" in without_resume.log()
+    with CriticProcess(None, "--resume", save_dir=tmp_path / "saves") as resumed:
+        assert resumed.state()["updates"] == 1
+        resumed.train(teach, update_id="mine")
+        assert resumed.state()["updates"] == 1, "it remembers what the first had done"
+        assert resumed.train(teach) == expected
 
 
-def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_the_ones_before(
-    critic: CriticProcess, rows: list[list[int]]
-) -> None:
+def test_a_failed_save_is_an_error_and_keeps_earlier_saves(critic: CriticProcess, rows: list[list[int]]) -> None:
     name = critic.save()
     blocked = critic.saves / f"step-{int(name.removeprefix('step-')) + 1:06d}.tmp"
     blocked.write_text("in the way")
@@ -314,7 +312,7 @@ def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_the_ones_before(
 
 
 @pytest.mark.slow
-def test_a_worker_killed_in_an_update_is_an_error_and_nothing_is_lost_silently(
+def test_a_worker_killed_in_an_update_is_an_error_and_lost_updates_are_reported(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     critic = slow
@@ -323,23 +321,23 @@ def test_a_worker_killed_in_an_update_is_an_error_and_nothing_is_lost_silently(
     before = critic.values(rows)
 
     def killed() -> int:
-        """The status of an update whose worker is killed under it."""
+        """The status of an update whose worker is killed while it runs."""
         training = Posted(critic, many)
         critic.workers()[0].kill()
         training.join(200)
         return training.status
 
-    # Nothing unsaved: the next worker has all there was.
+    # Nothing was unsaved: the next worker restores everything.
     assert killed() == 503
     critic.wait_ready()
     assert critic.state()["save"] == saved
     assert np.array_equal(critic.values(rows), before)
-    # Updates that nobody saved: gone, and said so to everybody until somebody goes back on purpose.
+    # Unsaved updates are lost, and every request fails with that reason until a save is loaded explicitly.
     critic.train(lesson(rows, prompts, returns, before))
     assert killed() == 503
-    until = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     while critic.state()["state"] != "ready":
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     assert critic.state()["updates_lost"] == 1
     for model, tensors in (("critic_infer", padded(rows)), ("critic_train", many)):
@@ -353,7 +351,7 @@ def test_a_worker_killed_in_an_update_is_an_error_and_nothing_is_lost_silently(
 
 
 @pytest.mark.slow
-def test_the_server_drains(
+def test_the_server_drains_on_sigterm(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
     training = Posted(slow, lesson(rows * 40, prompts * 40, returns * 40, slow.values(rows * 40)))
@@ -362,7 +360,7 @@ def test_the_server_drains(
     assert training.status == 200
 
 
-def test_what_changes_the_critic_needs_the_admin_key(rows: list[list[int]]) -> None:
+def test_save_and_load_need_the_admin_key(rows: list[list[int]]) -> None:
     key, admin = {"Authorization": "Bearer caller-key"}, {"Authorization": "Bearer admin-key-1"}
     tree = {"host": "0.0.0.0", "api_keys": {"caller": "caller-key"}, "admin_key": "admin-key-1"}
     dummy = {"dummy_var": np.zeros(1, dtype=np.int64)}
@@ -375,7 +373,7 @@ def test_what_changes_the_critic_needs_the_admin_key(rows: list[list[int]]) -> N
         assert critic.post("critic_save", dummy, admin).status_code == 200
 
 
-def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:
+def test_invalid_options_are_reported_at_startup(tmp_path: Path) -> None:
     for table, word in (
         ({"host": "0.0.0.0"}, "--api-key"),
         ({"model": None}, "'model' is missing"),
@@ -388,6 +386,6 @@ def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:
         (["--model", "nobody"], "nobody"),
         (["--model", "sums-policy", "--reward", "sums-steps"], "outcome"),
     ):
-        done = run_forked("critic", "--port", "0", "--save-dir", str(tmp_path), *arguments)
-        assert done.returncode == 2, done.stderr
-        assert word in done.stderr
+        result = run_forked("critic", "--port", "0", "--save-dir", str(tmp_path), *arguments)
+        assert result.returncode == 2, result.stderr
+        assert word in result.stderr

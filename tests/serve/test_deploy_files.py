@@ -22,17 +22,17 @@ KEYS = "/etc/plaudit/keys"
 CONFIG = "/etc/plaudit/serve.toml"
 
 
-def parsed(words: list[str]) -> dict[str, Any]:
-    """The options of a command, as the command line reads them; typer's error if it does not."""
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """The options of a command, parsed by the CLI; raises typer's error if that fails."""
     group: Any = typer.main.get_command(app)
-    name, command, rest = group.resolve_command(typer.Context(group), words)
+    name, command, rest = group.resolve_command(typer.Context(group), arguments)
     assert name == "serve"
     with command.make_context(name, list(rest)) as context:
         return dict(context.params)
 
 
 def checked(text: str) -> ServeTable:
-    """A configuration that others reach, with keys where they are mounted, and a drain that the grace lasts for."""
+    """Parse a configuration and check that it is not private, reads its keys from the mount and has a drain delay."""
     table = parse_serve(tomllib.loads(text), "deploy")
     assert not table.private
     assert table.api_key_file == f"{KEYS}/keys.toml"
@@ -49,7 +49,7 @@ def dockerfile() -> dict[str, list[str]]:
     return steps
 
 
-def test_the_image_runs_a_command_that_there_is() -> None:
+def test_the_image_runs_an_existing_command() -> None:
     steps = dockerfile()
     assert json.loads(steps["ENTRYPOINT"][0]) == ["plaudit"]
     assert parsed(json.loads(steps["CMD"][0]))["config"] == Path(CONFIG)
@@ -66,7 +66,7 @@ def test_the_image_runs_a_command_that_there_is() -> None:
     assert steps["USER"][0] != "root"
 
 
-def test_compose() -> None:
+def test_compose_file_matches_the_configuration() -> None:
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     assert parsed(service["command"])["config"] == Path(CONFIG)
@@ -78,7 +78,7 @@ def test_compose() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > table.drain_delay + table.drain_seconds
 
 
-def test_kubernetes() -> None:
+def test_kubernetes_manifest_matches_the_configuration() -> None:
     documents = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
     config, deployment, service = (documents[kind] for kind in ("ConfigMap", "Deployment", "Service"))
     assert (config["apiVersion"], deployment["apiVersion"], service["apiVersion"]) == ("v1", "apps/v1", "v1")
@@ -91,8 +91,8 @@ def test_kubernetes() -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports[service["spec"]["ports"][0]["targetPort"]] == table.port
     for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
-        asked = container[probe]["httpGet"]
-        assert (asked["path"], ports[asked["port"]]) == (f"/health/{path}", table.port)
+        request = container[probe]["httpGet"]
+        assert (request["path"], ports[request["port"]]) == (f"/health/{path}", table.port)
     assert pod["spec"]["terminationGracePeriodSeconds"] > table.drain_delay + table.drain_seconds
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
@@ -104,13 +104,13 @@ def test_kubernetes() -> None:
 
 
 @pytest.mark.parametrize("key", ["execstartpre", "execstart"])
-def test_systemd(key: str) -> None:
+def test_systemd_unit_matches_the_configuration(key: str) -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.read(DEPLOY / "plaudit.service")
     service = unit["Service"]
-    program, *words = shlex.split(service[key])
+    program, *arguments = shlex.split(service[key])
     assert Path(program).name == "plaudit"
-    options = parsed(words)
+    options = parsed(arguments)
     assert options["config"] == Path(CONFIG)
     assert options["check"] == (key == "execstartpre")
     table = checked((DEPLOY / "serve.toml").read_text())

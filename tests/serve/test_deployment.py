@@ -17,7 +17,7 @@ from plaudit.serve.workers.replica import Replica
 
 
 class ScriptedWire:
-    """A worker that takes what it is sent and answers when the test says so."""
+    """A worker that records the works it is sent; the test sends its answers."""
 
     state = "ready"
     reason = public_reason = ""
@@ -46,7 +46,7 @@ class ScriptedWire:
 
 
 def work(number: int, beginning: int = 0) -> Work:
-    """Works with one `beginning` go to the replica that has it, as far as routing alone decides."""
+    """Routing prefers the replica that has a work's `beginning` in its cache."""
     return Work([*[beginning] * 16, number, number + 1], (1,), None, 0, False)
 
 
@@ -59,12 +59,12 @@ def deployment_on(*wires: ScriptedWire) -> Deployment:
 
 
 def die(deployment: Deployment, replica: Replica) -> list[Job]:
-    """A worker's death, as the deployment hears of it; another worker is there at once."""
-    held = list(replica.in_flight.values())
-    for job in held:
+    """Report a worker's death to the deployment; another worker is available at once."""
+    jobs = list(replica.in_flight.values())
+    for job in jobs:
         replica.release(job)
-    deployment.requeue(held)
-    return held
+    deployment.requeue(jobs)
+    return jobs
 
 
 def answer(deployment: Deployment, replica: Replica, job: Job) -> None:
@@ -74,12 +74,12 @@ def answer(deployment: Deployment, replica: Replica, job: Job) -> None:
 
 
 async def turn() -> None:
-    """Let the deployment send what it has gathered."""
+    """Let the deployment send its queued works."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-def test_a_work_that_was_there_at_two_deaths_runs_alone() -> None:
+def test_a_work_in_flight_at_two_worker_deaths_runs_alone() -> None:
     asyncio.run(_runs_alone())
 
 
@@ -94,10 +94,10 @@ async def _runs_alone() -> None:
 
     die(deployment, replica)
     await turn()
-    assert [len(ids) for ids in wire.sent] == [3, 3]  # one death proves nothing: together once more
+    assert [len(ids) for ids in wire.sent] == [3, 3]  # one death proves nothing: they are sent together once more
     suspects = die(deployment, replica)
     await turn()
-    # From now on each runs alone, and nothing is sent beside it, new work neither.
+    # From now on each runs alone; not even new work is sent beside it.
     other = deployment.submit([work(40)], tenant="b", cached=False)
     for job in suspects:
         await turn()
@@ -111,7 +111,7 @@ async def _runs_alone() -> None:
     await deployment.close()
 
 
-def test_a_suspect_goes_to_a_worker_that_holds_nothing_whatever_routing_prefers() -> None:
+def test_a_suspect_goes_to_an_idle_worker_against_the_routing_preference() -> None:
     asyncio.run(_goes_to_the_idle_worker())
 
 
@@ -128,17 +128,17 @@ async def _goes_to_the_idle_worker() -> None:
     right.state, left.state = "ready", "loading"
     deployment.submit([work(30, beginning=2)], tenant="b", cached=False)
     await turn()
-    beside = list(second.in_flight.values())
-    assert len(beside) == 1  # so the second worker has the beginning now, and routing prefers it
+    others = list(second.in_flight.values())
+    assert len(others) == 1  # so the second worker now has the prefix cached, and routing prefers it
     left.state = "ready"
     (suspect,) = die(deployment, first)
     await turn()
     assert list(first.in_flight.values()) == [suspect]
-    assert list(second.in_flight.values()) == beside
+    assert list(second.in_flight.values()) == others
     await deployment.close()
 
 
-def test_a_suspect_waits_where_every_worker_holds_something() -> None:
+def test_a_suspect_waits_while_every_worker_is_busy() -> None:
     asyncio.run(_waits_while_all_are_busy())
 
 
@@ -156,7 +156,7 @@ async def _waits_while_all_are_busy() -> None:
     deployment.submit([work(50, beginning=5)], tenant="b", cached=False)
     await turn()
     (busy,) = second.in_flight.values()
-    suspects = die(deployment, first)  # their second death, while the other worker is at work
+    suspects = die(deployment, first)  # the second death, while the other worker is busy
     await turn()
     assert list(second.in_flight.values()) == [busy]
     answer(deployment, second, busy)
@@ -165,13 +165,13 @@ async def _waits_while_all_are_busy() -> None:
     await deployment.close()
 
 
-def test_what_works_of_a_request_begin_with_alike_costs_once() -> None:
-    asyncio.run(_costs_once())
+def test_the_common_prefix_of_a_requests_works_is_counted_once() -> None:
+    asyncio.run(_prefix_is_counted_once())
 
 
-async def _costs_once() -> None:
-    """A worker may have four budgets of tokens, here 4,000: of 16 responses of 100 tokens to a prompt of 900 that is
-    all, 2,500 tokens. Counted whole it would be four of them."""
+async def _prefix_is_counted_once() -> None:
+    """A worker may have four budgets of tokens in flight, here 4,000. All 16 responses of 100 tokens to a prompt of 900
+    fit, with 2,500 tokens; if the prompt were counted for each response, only four would."""
     wire = ScriptedWire()
     deployment = deployment_on(wire)
     await deployment.opened()

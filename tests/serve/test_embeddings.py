@@ -1,4 +1,4 @@
-"""A sentence encoder beside a process model: vectors over HTTP, and memory limits that each respects."""
+"""A sentence encoder beside a process model: vectors over HTTP, and the memory limit of each."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def alone(directory: Path, texts: list[str]) -> np.ndarray:
-    """Mean over a text's own rows, by transformers alone, one text at a time."""
+def reference_vectors(directory: Path, texts: list[str]) -> np.ndarray:
+    """Mean-pooled vectors by plain transformers, one text at a time."""
     encoder = load_encoder(str(directory))
-    found = []
+    vectors = []
     for text in texts:
         ids = torch.tensor([encoder.tokenizer(text)["input_ids"]])
         with torch.inference_mode():
             row = encoder.module(input_ids=ids).last_hidden_state[0].mean(dim=0)
-        found.append((row / row.norm()).numpy())
-    return np.stack(found)
+        vectors.append((row / row.norm()).numpy())
+    return np.stack(vectors)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +66,21 @@ def server(small: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_vectors_are_those_of_the_encoder_alone(server: ServerProcess, small: Path) -> None:
+def test_vectors_equal_those_of_plain_transformers(server: ServerProcess, small: Path) -> None:
     reply = server.http.post("/v1/embeddings", json={"input": TEXTS}).json()
     assert [row["index"] for row in reply["data"]] == [0, 1, 2, 3]
-    found = np.array([row["embedding"] for row in reply["data"]])
-    assert np.abs(found - alone(small, TEXTS)).max() < 1e-5
+    vectors = np.array([row["embedding"] for row in reply["data"]])
+    assert np.abs(vectors - reference_vectors(small, TEXTS)).max() < 1e-5
     assert reply["model"] == "encoder"
     assert reply["usage"]["prompt_tokens"] > 0
     packed = server.http.post(
         "/v1/embeddings", json={"model": "encoder", "input": TEXTS[0], "encoding_format": "base64"}
     ).json()
     row = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), dtype="<f4")
-    assert np.abs(row - found[0]).max() < 1e-6
+    assert np.abs(row - vectors[0]).max() < 1e-6
 
 
-def test_an_encoder_gives_no_score_and_a_long_text_is_refused(server: ServerProcess) -> None:
+def test_an_encoder_gives_no_score_and_rejects_long_texts(server: ServerProcess) -> None:
     reply = server.rewards([{"text": "x"}], model="encoder")
     assert reply.status_code == 422
     assert "no score" in reply.text
@@ -89,22 +89,22 @@ def test_an_encoder_gives_no_score_and_a_long_text_is_refused(server: ServerProc
     assert server.rewards([{"prompt": "7+8=", "responses": ["7+8=15;#15"]}], model="steps").status_code == 200
 
 
-def test_both_stay_inside_their_parts(server: ServerProcess) -> None:
-    """The system holds each worker to its fraction; their peaks together are within the whole."""
+def test_both_workers_stay_within_their_memory_fractions(server: ServerProcess) -> None:
+    """The OS limits each worker to its fraction; the sum of their peaks is below the total memory."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = server.workers() + server.workers("plaudit-encoder")
-    limits = [p.rlimit(resource.RLIMIT_DATA)[0] for p in found]
+    workers = server.workers() + server.workers("plaudit-encoder")
+    limits = [p.rlimit(resource.RLIMIT_DATA)[0] for p in workers]
     assert sorted(limits) == [int(0.15 * total), int(0.85 * total)]
     peaks = [
         int(line.split()[1]) * 1024
-        for p in found
+        for p in workers
         for line in Path(f"/proc/{p.pid}/status").read_text().splitlines()
         if line.startswith("VmHWM")
     ]
     assert sum(peaks) < total
 
 
-def test_what_goes_beyond_a_part_fails_there() -> None:
+def test_an_allocation_beyond_the_memory_fraction_fails() -> None:
     code = (
         "import torch; from plaudit.core.kv.memory import limit_memory, free_bytes; import os\n"
         "total = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')\n"
@@ -114,13 +114,13 @@ def test_what_goes_beyond_a_part_fails_there() -> None:
         "except RuntimeError as error:\n    assert 'allocate' in str(error), error\n"
         "else:\n    raise SystemExit('it was given')"
     )
-    done = run_forked("-c", code)
-    assert done.returncode == 0, done.stderr
+    result = run_forked("-c", code)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_part_of_a_gpu() -> None:
+def test_gpu_memory_fraction_is_enforced() -> None:
     code = (
         "import torch; from plaudit.core.kv.memory import limit_memory, free_bytes\n"
         "device = torch.device('cuda:0')\n"
@@ -135,7 +135,7 @@ def test_a_part_of_a_gpu() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_parts_of_one_device_add_up_to_one_at_most() -> None:
+def test_memory_fractions_of_one_device_add_up_to_at_most_one() -> None:
     models = {
         "a": {"kind": "outcome", "path": "sums", "memory_fraction": 0.5, "replicas": 2},
         "b": {"kind": "embedding", "path": MINILM, "memory_fraction": 0.15},
@@ -144,7 +144,7 @@ def test_parts_of_one_device_add_up_to_one_at_most() -> None:
         parse_serve({"models": models}, "x")
 
 
-def test_an_encoder_that_is_not_there_is_named() -> None:
+def test_a_missing_encoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="neither a model directory nor an installed package"):
         load_encoder("no-such-encoder")
 

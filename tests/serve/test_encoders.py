@@ -40,7 +40,7 @@ def server(models: dict[str, Path]) -> Iterator[ServerProcess]:
 
 
 def expected(directory: Path, pairs: list[tuple[str, str | None]]) -> np.ndarray:
-    """As TEI: cut by the tokenizer to what the model takes, of a pair the longer text first."""
+    """Truncated by the tokenizer as in TEI: to the model's maximum length, the longer text of a pair first."""
     return plain(directory, pairs, truncation=True, max_length=64).numpy()
 
 
@@ -54,7 +54,7 @@ def asked(server: ServerProcess, path: str, **body: Any) -> Any:
     return reply.json()
 
 
-def test_tei_reranks_and_cuts_what_is_too_long_unless_told_not_to(
+def test_tei_rerank_truncates_long_texts_unless_truncate_is_false(
     server: ServerProcess, models: dict[str, Path]
 ) -> None:
     raw = expected(models["bert"], [(QUERY, text) for text in DOCUMENTS])[:, 0]
@@ -67,15 +67,15 @@ def test_tei_reranks_and_cuts_what_is_too_long_unless_told_not_to(
     refused = server.http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "truncate": False})
     assert refused.status_code == 413
     assert "texts[4]" in refused.text
-    assert asked_info(server)["auto_truncate"] is True
+    assert server_info(server)["auto_truncate"] is True
     alone = asked(server, "/predict", inputs=[QUERY, DOCUMENTS[1]], raw_scores=True)
     assert abs(alone[0]["score"] - raw[1]) < 1e-5
     left = plain(models["bert"], [(QUERY + DOCUMENTS[4], None)], truncation=True, max_length=64).numpy()
-    said = asked(server, "/predict", inputs=QUERY + DOCUMENTS[4], raw_scores=True)
-    assert abs(said[0]["score"] - left[0, 0]) < 1e-5
+    predicted = asked(server, "/predict", inputs=QUERY + DOCUMENTS[4], raw_scores=True)
+    assert abs(predicted[0]["score"] - left[0, 0]) < 1e-5
 
 
-def asked_info(server: ServerProcess) -> Any:
+def server_info(server: ServerProcess) -> Any:
     return server.http.get("/info").json()
 
 
@@ -96,12 +96,12 @@ def test_every_reranking_protocol_gives_the_scores_of_transformers(
     sglang = asked(server, "/sglang/v1/rerank", **body)
     scores["sglang"] = [(each["index"], each["score"]) for each in sglang]
     native = server.rewards([{"prompt": QUERY, "responses": [short[0], short[2], short[3]]}], model=name).json()
-    for protocol, found in scores.items():
-        assert np.abs(np.array([score for _, score in sorted(found)]) - raw).max() < 1e-5, protocol
+    for protocol, ranked in scores.items():
+        assert np.abs(np.array([score for _, score in sorted(ranked)]) - raw).max() < 1e-5, protocol
     assert np.abs(np.array(native["items"][0]["scores"]) - raw[[0, 2, 3]]).max() < 1e-5
 
 
-def test_a_crowd_of_ragged_pairs_is_scored_as_each_alone(server: ServerProcess, models: dict[str, Path]) -> None:
+def test_a_batch_of_ragged_pairs_is_scored_like_each_pair_alone(server: ServerProcess, models: dict[str, Path]) -> None:
     draw = random.Random(3)
     texts = ["".join(draw.choices("abc ?", k=draw.randint(1, 45))) for _ in range(60)]
     raw = expected(models["xlmr"], [("q", text) for text in texts])[:, 0]
@@ -110,17 +110,17 @@ def test_a_crowd_of_ragged_pairs_is_scored_as_each_alone(server: ServerProcess, 
     assert np.abs(np.array([each.value for each in rewards]) - raw).max() < 1e-5
 
 
-def test_text_of_others_is_no_control_token_in_the_native_protocol(server: ServerProcess) -> None:
+def test_native_protocol_does_not_parse_control_tokens_in_texts(server: ServerProcess) -> None:
     first, second = (
         server.rewards([{"prompt": QUERY, "responses": [text]}], model="bert").json()["items"][0]["scores"][0]
         for text in ("a [SEP] b", "a  b")
     )
     assert abs(first - second) > 1e-4
     ids = server.http.post("/tokenize", json={"model": "bert", "prompt": "a[SEP]b"}).json()["tokens"]
-    assert ids.count(2) == 2  # other servers read it as one
+    assert ids.count(2) == 2  # other servers parse it as a control token
 
 
-def test_messages_are_a_question_and_its_answer(server: ServerProcess, models: dict[str, Path]) -> None:
+def test_messages_must_be_one_question_and_one_answer(server: ServerProcess, models: dict[str, Path]) -> None:
     chat = [{"role": "user", "content": QUERY}, {"role": "assistant", "content": "he"}]
     raw = float(expected(models["bert"], [(QUERY, "he")])[0, 0])
     assert abs(server.rewards([{"messages": chat}], model="bert").json()["items"][0]["scores"][0] - raw) < 1e-5
@@ -129,14 +129,14 @@ def test_messages_are_a_question_and_its_answer(server: ServerProcess, models: d
     assert "one question and one answer" in longer["message"]
 
 
-def test_labels_without_weights_are_scores_each_and_no_one_score(
+def test_labels_without_weights_give_one_score_each_and_no_total(
     server: ServerProcess, models: dict[str, Path]
 ) -> None:
     row = expected(models["labels"], [(QUERY, None)])[0]
-    said = asked(server, "/infinity/classify", model="labels", input=[QUERY], raw_scores=False)["data"][0]
-    assert {each["label"] for each in said} == set(LABELS.values())
-    found = [next(each["score"] for each in said if each["label"] == label) for label in LABELS.values()]
-    assert np.abs(np.array(found) - sigmoid(row)).max() < 1e-5  # any of them may be true
+    classes = asked(server, "/infinity/classify", model="labels", input=[QUERY], raw_scores=False)["data"][0]
+    assert {each["label"] for each in classes} == set(LABELS.values())
+    scores = [next(each["score"] for each in classes if each["label"] == label) for label in LABELS.values()]
+    assert np.abs(np.array(scores) - sigmoid(row)).max() < 1e-5  # multi-label: each label is independent
     probs = asked(server, "/classify", model="labels", input=QUERY)["data"][0]["probs"]
     assert np.abs(np.array(probs) - sigmoid(row)).max() < 1e-5
     item = server.rewards([{"text": QUERY}], model="labels").json()["items"][0]
@@ -152,7 +152,7 @@ def test_labels_without_weights_are_scores_each_and_no_one_score(
     )
 
 
-def test_what_an_encoder_has_not_is_refused_in_its_protocol(server: ServerProcess) -> None:
+def test_unsupported_encoder_features_are_rejected_in_each_protocol(server: ServerProcess) -> None:
     tokens = server.http.post("/pooling", json={"model": "bert", "input": "x", "task": "token_classify"})
     assert tokens.status_code in (400, 422)
     assert "whole texts" in tokens.text
@@ -165,15 +165,15 @@ def test_what_an_encoder_has_not_is_refused_in_its_protocol(server: ServerProces
     assert cut["truncated"] == [True]
 
 
-def test_in_this_process_it_is_the_same_reward(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_in_process_encoder_gives_the_same_rewards(models: dict[str, Path], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": QUERY, "responses": DOCUMENTS[:4]}) + "\n")
     raw = expected(models["bert"], [(QUERY, text) for text in (*DOCUMENTS[:1], *DOCUMENTS[2:4])])[:, 0]
     reward = load_reward(models["bert"])
     from plaudit.records import Item
 
-    found = reward.score([Item(prompt=QUERY, response=text) for text in DOCUMENTS])
-    assert np.abs(np.array([found[place].value for place in (0, 2, 3)]) - raw).max() < 1e-5
-    assert found[4].error is not None
+    results = reward.score([Item(prompt=QUERY, response=text) for text in DOCUMENTS])
+    assert np.abs(np.array([results[index].value for index in (0, 2, 3)]) - raw).max() < 1e-5
+    assert results[4].error is not None
     with pytest.raises(ConfigError, match="set the weight of each"):
         load_reward(models["labels"])

@@ -1,4 +1,4 @@
-"""Requests of ETS and REBASE to their reward server, by their own client's loop, against plain transformers."""
+"""Requests of ETS and REBASE to their reward server, by their own client's loop, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RuntimeEndpoint:
         data = None if body is None else bytes(json.dumps(body), encoding="utf-8")
         request = urllib.request.Request(self.base_url + path, headers=headers, data=data)
         with urllib.request.urlopen(request) as response:
-            found: bytes = response.read()
-        return found
+            content: bytes = response.read()
+        return content
 
     def cache_prefix(self, prefix: str) -> None:
         self._request("/generate", {"text": prefix, "sampling_params": {"max_new_tokens": 0}})
@@ -65,7 +65,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def module(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """As the published Llemma reward model is: two rows of its head over and over."""
+    """Like the published Llemma reward model: its head repeats two rows."""
     module = tiny.model("causal", tokenizer)
     with torch.no_grad():
         weight = module.lm_head.weight
@@ -103,7 +103,7 @@ def by_pair(module: Any, ids: list[int], positions: list[int], pair: list[int]) 
     return tiny.softmax(tiny.plain(module, ids)[positions][:, pair])[:, 0].tolist()
 
 
-def test_a_path_that_grows_has_a_score_for_every_tag_whatever_is_cached(
+def test_a_growing_path_has_a_score_for_every_tag_with_any_cache_state(
     client: RuntimeEndpoint, module: Any, tokenizer: PreTrainedTokenizerFast, tag: int
 ) -> None:
     assert client.model_info["model_path"] == "llemma-prm"
@@ -118,7 +118,7 @@ def test_a_path_that_grows_has_a_score_for_every_tag_whatever_is_cached(
     assert client.score(text, tag) == client.score(text, tag) == pytest.approx(expected.tolist(), abs=5e-5)
 
 
-def test_a_step_more_costs_that_step(
+def test_an_added_step_computes_only_its_own_tokens(
     server: ServerProcess, client: RuntimeEndpoint, tokenizer: PreTrainedTokenizerFast, tag: int
 ) -> None:
     def computed() -> float:
@@ -134,13 +134,13 @@ def test_a_step_more_costs_that_step(
 
 
 @pytest.mark.parametrize("door", ["/v1/rewards", "/pooling", "/v2/models/llemma-prm/infer"])
-def test_a_step_more_costs_that_step_through_other_doors(
+def test_an_added_step_computes_only_its_own_tokens_on_other_routes(
     server: ServerProcess, tokenizer: PreTrainedTokenizerFast, door: str
 ) -> None:
     def computed() -> float:
         return server.metric("plaudit_tokens_total", model="llemma-prm", kind="computed")
 
-    def ask(ids: list[int]) -> None:
+    def send(ids: list[int]) -> None:
         rows = [("tokens", [1, len(ids)], ids), ("sequence_lengths", [1, 1], [len(ids)])]
         inputs = [{"name": name, "shape": shape, "datatype": "INT64", "data": data} for name, shape, data in rows]
         bodies: dict[str, Any] = {
@@ -152,13 +152,13 @@ def test_a_step_more_costs_that_step_through_other_doors(
         assert reply.status_code == 200, reply.text
 
     text = f"{QUESTION} {door} {STEPS[0]}"
-    ask(tokenizer.encode(text))
+    send(tokenizer.encode(text))
     for depth in range(1, 6):
         before, text = computed(), text + STEPS[depth % 3]
-        ask(tokenizer.encode(text))
+        send(tokenizer.encode(text))
         assert computed() - before <= len(tokenizer.encode(STEPS[depth % 3])) + 2
     before = computed()
-    ask(tokenizer.encode(text))
+    send(tokenizer.encode(text))
     assert computed() == before
 
 
@@ -174,24 +174,26 @@ def test_two_tokens_at_every_tag_or_at_a_position(
     text = f"{QUESTION} " + "".join(STEPS)
     ids = tokenizer.encode(text)
     plus, minus = (int(tokenizer.convert_tokens_to_ids(t)) for t in ("▁+", "▁-"))
-    assert (plus - minus) % 2  # of the two rows that the head has, one each
-    at = [i for i, token in enumerate(ids) if token == tag]
-    assert client.score(text, [plus, minus, tag]) == pytest.approx(by_pair(module, ids, at, [plus, minus]), abs=5e-5)
+    assert (plus - minus) % 2  # one from each of the head's two rows
+    positions = [i for i, token in enumerate(ids) if token == tag]
+    assert client.score(text, [plus, minus, tag]) == pytest.approx(
+        by_pair(module, ids, positions, [plus, minus]), abs=5e-5
+    )
     for back in (1, 3, len(ids)):
         expected = by_pair(module, ids, [len(ids) - back], [plus, minus])
         assert client.score(text, [plus, minus, -back]) == pytest.approx(expected, abs=5e-5)
 
 
-def test_requests_at_the_same_time_do_not_mix(
+def test_concurrent_requests_do_not_mix(
     client: RuntimeEndpoint, module: Any, tokenizer: PreTrainedTokenizerFast, tag: int
 ) -> None:
-    """In the fork the last of a batch decides for all of it."""
+    """In the fork the options of the last request apply to its whole batch."""
     texts = [f"{QUESTION} {i} " + "".join(STEPS[: 1 + i % 3]) for i in range(24)]
     letters = [int(tokenizer.convert_tokens_to_ids(t)) for t in ("S", "t", "e", "p")]
     requires: list[Any] = [tag, [letters[0], letters[1], tag], [letters[1], letters[2], -2], [5, 6, -1]]
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda i: client.score(texts[i], requires[i % 4]), range(24)))
-    for i, scores in enumerate(found):
+        replies = list(pool.map(lambda i: client.score(texts[i], requires[i % 4]), range(24)))
+    for i, scores in enumerate(replies):
         ids, require = tokenizer.encode(texts[i]), requires[i % 4]
         if isinstance(require, int):
             expected = by_tag(module, ids, require).tolist()
@@ -202,7 +204,7 @@ def test_requests_at_the_same_time_do_not_mix(
         assert scores == pytest.approx(expected, abs=5e-5)
 
 
-def test_a_list_is_answered_with_a_list_and_options_stand_anywhere(
+def test_a_list_gets_a_list_and_options_may_be_at_any_level(
     server: ServerProcess, client: RuntimeEndpoint, tag: int
 ) -> None:
     texts = [f"{QUESTION} " + "".join(STEPS[:n]) for n in (1, 2, 3)]
@@ -220,7 +222,7 @@ def test_a_list_is_answered_with_a_list_and_options_stand_anywhere(
 
 
 def test_a_step_without_a_tag_has_an_empty_list(client: RuntimeEndpoint, tag: int) -> None:
-    """ETS's client has no handler for an error: its thread would end, and the search wait for it for ever."""
+    """ETS's client does not handle errors: its thread would end, and the search would wait for it forever."""
     for require in (tag, [5, 6, tag], [5, 6, -999]):
         reply = client.generate("Step 1: no tag", logits_require_id=require)
         assert (reply["scores"], reply["forward_only"], reply["text"]) == ([], True, "")
@@ -232,7 +234,7 @@ def test_a_step_without_a_tag_has_an_empty_list(client: RuntimeEndpoint, tag: in
 def test_a_later_step_without_a_tag_does_not_get_its_parents_score(
     server: ServerProcess, client: RuntimeEndpoint, tag: int
 ) -> None:
-    """The search takes the last of the list: a step that ran into its token limit must not live on its parent's."""
+    """The search takes the last score of the list: a step that hit its token limit must not get its parent's score."""
     parent = f"{QUESTION} {STEPS[0]}{STEPS[1]}"
     for require in (tag, [5, 6, tag]):
         assert len(client.score(parent, require)) == 2
@@ -245,7 +247,7 @@ def test_a_later_step_without_a_tag_does_not_get_its_parents_score(
 def test_every_text_that_a_search_can_send_is_answered(
     server: ServerProcess, client: RuntimeEndpoint, tag: int
 ) -> None:
-    """Untagged, empty, over-long and the same twice, as the search's threads send them; all come back with 200."""
+    """Untagged, empty, overlong and repeated texts, sent by threads as in the search, all get status 200."""
     long = f"{QUESTION} " + "Step 1: 1+2 = 3 ки\n" * 400
     texts = [f"{QUESTION} {STEPS[0]}", f"{QUESTION} no tag", "", long, f"{QUESTION} {STEPS[0]}", long]
     before = server.metric("plaudit_errors_total", type="too_long")
@@ -259,7 +261,7 @@ def test_every_text_that_a_search_can_send_is_answered(
     assert server.metric("plaudit_errors_total", type="too_long") == before + 6
 
 
-def test_what_cannot_be_answered_is_refused(server: ServerProcess, tag: int) -> None:
+def test_invalid_logits_require_id_is_rejected(server: ServerProcess, tag: int) -> None:
     def refused(text: Any, require: Any) -> str:
         params = {"max_new_tokens": 0, "forward_only": True, "logits_require_id": require}
         reply = server.http.post("/generate", json={"text": text, "sampling_params": params})
@@ -272,6 +274,6 @@ def test_what_cannot_be_answered_is_refused(server: ServerProcess, tag: int) -> 
         assert "logits_require_id is" in refused("a ки", wrong)
 
 
-def test_without_the_key_nothing_is_scored(server: ServerProcess) -> None:
+def test_requests_without_the_key_get_401(server: ServerProcess) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         RuntimeEndpoint(server.url)

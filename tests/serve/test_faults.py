@@ -1,4 +1,4 @@
-"""Failures below or around the server: a step, the worker, the event loop, the disk, the start, the shutdown."""
+"""Failures of a step, the worker, the event loop, the disk, the start and the shutdown."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _numbers = count()
 
 
 def items(how_many: int, length: int = 40) -> list[dict[str, Any]]:
-    """Items that nobody has asked for before."""
+    """Items that no earlier request contained."""
     return [{"tokens": [5 + (n >> bit) % 2 for bit in range(length)]} for n in islice(_numbers, how_many)]
 
 
 def answers(reply: httpx.Response) -> list[dict[str, Any]]:
     assert reply.status_code == 200, reply.text
-    found: list[dict[str, Any]] = reply.json()["items"]
-    return found
+    results: list[dict[str, Any]] = reply.json()["items"]
+    return results
 
 
 def scores(reply: httpx.Response) -> list[float]:
     return [item["scores"][0] for item in answers(reply)]
 
 
-def ask(server: ServerProcess, content: list[dict[str, Any]]) -> httpx.Response:
+def request_scores(server: ServerProcess, content: list[dict[str, Any]]) -> httpx.Response:
     return server.rewards(content, cache=False)
 
 
@@ -57,15 +57,15 @@ def until(what: str, condition: Any, seconds: float = 120) -> None:
 
 
 def model(server: ServerProcess) -> dict[str, Any]:
-    found: dict[str, Any] = server.http.get("/stats").json()["models"][0]
-    return found
+    stats: dict[str, Any] = server.http.get("/stats").json()["models"][0]
+    return stats
 
 
 def descendants(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def exited(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
@@ -83,7 +83,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models to swap in: one with other weights, one whose weights are cut off."""
+    """Models to swap in: one with other weights, one with truncated weights, and a copy."""
     root = tmp_path_factory.mktemp("models")
     other_model(root / "other")
     cut_model(root / "cut")
@@ -122,30 +122,32 @@ def _mended(faults: Faults) -> Iterator[None]:
     faults.clear()
 
 
-def test_a_step_that_fails_once(server: ServerProcess, faults: Faults) -> None:
-    """C37: its items are computed again, one by one, and nobody sees an error."""
-    asked = items(6)
-    expected = scores(ask(server, asked))
+def test_items_of_a_failed_step_are_computed_again(server: ServerProcess, faults: Faults) -> None:
+    """C37: the items are computed again, one by one, and no client sees an error."""
+    batch = items(6)
+    expected = scores(request_scores(server, batch))
     faults.set("raise", once=True)
-    assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert faults.met
     assert model(server)["restarts"] == 0
 
 
-def test_an_item_that_always_fails(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C38: it alone gets an error, which says nothing of the server's insides; the rest get their scores, also while
-    other work keeps coming."""
-    asked = items(12)
-    expected = scores(ask(server, asked))
-    faults.set("raise", tokens=asked[5]["tokens"])
+def test_only_an_item_that_always_fails_gets_an_error(
+    server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """C38: only this item gets an error, which discloses no internals; the others get their scores, also while other
+    work keeps arriving."""
+    batch = items(12)
+    expected = scores(request_scores(server, batch))
+    faults.set("raise", tokens=batch[5]["tokens"])
     busy = True
 
     def others() -> None:
         while busy:
-            scores(ask(server, items(4)))
+            scores(request_scores(server, items(4)))
 
     other = threads.submit(others)
-    replies = list(threads.map(lambda _: answers(ask(server, asked)), range(3)))
+    replies = list(threads.map(lambda _: answers(request_scores(server, batch)), range(3)))
     busy = False
     other.result()
     for reply in replies:
@@ -154,24 +156,26 @@ def test_an_item_that_always_fails(server: ServerProcess, faults: Faults, thread
         rest = [item["scores"][0] for i, item in enumerate(reply) if i != 5]
         assert rest == pytest.approx(expected[:5] + expected[6:], abs=5e-5)
     faults.clear()
-    assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
 
 
-def test_out_of_memory(server: ServerProcess, faults: Faults) -> None:
+def test_out_of_memory_splits_the_batch_and_halves_the_budget(server: ServerProcess, faults: Faults) -> None:
     """C39: the batch is split, the budget of a step is halved (once, however many items), and all get their scores."""
-    asked = items(20)
-    expected = scores(ask(server, asked))
+    batch = items(20)
+    expected = scores(request_scores(server, batch))
     faults.set("memory", once=True)
-    assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert faults.met
     assert model(server)["budget"] == BUDGET // 2
     assert model(server)["restarts"] == 0
 
 
-def test_too_much_is_429_if_so_configured(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """B27: `overload_status = 429` refuses with that."""
+def test_overload_is_rejected_with_the_configured_status_429(
+    server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """B27: with `overload_status = 429` overload is rejected with this status."""
     faults.set("hold")
-    replies = [threads.submit(ask, server, items(30, 250)) for _ in range(5)]
+    replies = [threads.submit(request_scores, server, items(30, 250)) for _ in range(5)]
     until("refused", lambda: sum(reply.done() for reply in replies) == 3)
     refused = [reply.result() for reply in replies if reply.done()]
     faults.clear()
@@ -181,8 +185,8 @@ def test_too_much_is_429_if_so_configured(server: ServerProcess, faults: Faults,
 
 
 @pytest.mark.slow
-def test_a_blocked_event_loop(server: ServerProcess, faults: Faults) -> None:
-    """C44: the second health port goes on answering; the log and a metric tell."""
+def test_a_blocked_event_loop_is_reported_and_the_health_port_answers(server: ServerProcess, faults: Faults) -> None:
+    """C44: the second health port keeps answering; the log and a metric report the blocked loop."""
     faults.set("block", seconds=6, once=True)
     until("blocked", lambda: faults.met)
     reply = httpx.get(f"http://127.0.0.1:{server.health_port}/health/live", timeout=5)  # type: ignore[attr-defined]
@@ -192,18 +196,20 @@ def test_a_blocked_event_loop(server: ServerProcess, faults: Faults) -> None:
     until("logged", lambda: any(e["event"] == "loop_blocked" and e["seconds"] > 2 for e in server.events()))
     slow = server.metric("plaudit_loop_lag_seconds_count") - server.metric("plaudit_loop_lag_seconds_bucket", le="2.5")
     assert slow >= 1
-    scores(ask(server, items(1)))
+    scores(request_scores(server, items(1)))
 
 
 @pytest.mark.slow
-def test_a_stopped_worker(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
-    """C42: not ready soon (10 s of silence), alive all the time; when it goes on, what waited is answered."""
-    asked = items(4)
-    expected = scores(ask(server, asked))
+def test_a_stopped_worker_resumes_and_answers_waiting_requests(
+    server: ServerProcess, threads: ThreadPoolExecutor
+) -> None:
+    """C42: unready after 10 s of silence, live all the time; when the worker resumes, waiting requests are answered."""
+    batch = items(4)
+    expected = scores(request_scores(server, batch))
     (worker,) = server.workers()
     worker.suspend()
     try:
-        waiting = threads.submit(ask, server, asked)
+        waiting = threads.submit(request_scores, server, batch)
         until("not ready", lambda: not server.ready(), 25)  # a worker is replaced after 30
         assert server.http.get("/health/live").status_code == 200
     finally:
@@ -213,67 +219,69 @@ def test_a_stopped_worker(server: ServerProcess, threads: ThreadPoolExecutor) ->
     assert server.workers()[0].pid == worker.pid
 
 
-def test_a_device_that_is_lost(server: ServerProcess, faults: Faults) -> None:
-    """C40: the worker ends, another takes its place, and the items it held are answered by that."""
-    asked = items(6)
-    expected = scores(ask(server, asked))
+def test_a_worker_with_a_lost_device_is_replaced(server: ServerProcess, faults: Faults) -> None:
+    """C40: the worker exits, and another one replaces it and answers its items."""
+    batch = items(6)
+    expected = scores(request_scores(server, batch))
     (worker,) = server.workers()
     faults.set("sticky", once=True)
-    assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert server.workers()[0].pid != worker.pid
     assert any(e["event"] == "model" and "exited with code 3" in e["reason"] for e in server.events())
 
 
-def test_a_worker_that_is_killed(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C41: not ready until another has loaded; every item is answered, with the same scores."""
-    asked = [items(6) for _ in range(4)]
-    expected = [scores(ask(server, content)) for content in asked]
+def test_a_killed_worker_is_replaced_and_every_item_is_answered(
+    server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """C41: unready until another worker has loaded; every item is answered, with the same scores."""
+    batches = [items(6) for _ in range(4)]
+    expected = [scores(request_scores(server, content)) for content in batches]
     restarts = model(server)["restarts"]
     faults.set("hold")
-    replies = [threads.submit(ask, server, content) for content in asked]
+    replies = [threads.submit(request_scores, server, content) for content in batches]
     until("held", lambda: model(server)["held_tokens"] > 0)
     server.workers()[0].kill()
     faults.clear()
     until("not ready", lambda: not server.ready())
-    for reply, right in zip(replies, expected, strict=True):
-        assert scores(reply.result()) == pytest.approx(right, abs=5e-5)
+    for reply, expected_scores in zip(replies, expected, strict=True):
+        assert scores(reply.result()) == pytest.approx(expected_scores, abs=5e-5)
     assert model(server)["restarts"] == restarts + 1
     assert server.ready()
 
 
-@pytest.mark.timeout(600)  # three workers are started anew, one after the other
+@pytest.mark.timeout(600)  # three workers are restarted, one after the other
 def test_an_item_that_kills_the_worker(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C41, C43: it alone is answered `worker_crash`, the rest get their scores, and the model stays in service."""
-    asked = items(6)
-    expected = scores(ask(server, asked))
-    faults.set("exit", tokens=asked[2]["tokens"])
+    """C41, C43: only this item gets `worker_crash`, the others get their scores, and the model stays in service."""
+    batch = items(6)
+    expected = scores(request_scores(server, batch))
+    faults.set("exit", tokens=batch[2]["tokens"])
 
     def patient(content: list[dict[str, Any]]) -> httpx.Response:
         return server.http.post("/v1/rewards", json={"items": content, "cache": False}, timeout=240)
 
     other = threads.submit(patient, items(5))  # it waits for the same workers
-    reply = answers(patient(asked))
+    reply = answers(patient(batch))
     assert reply[2]["error"]["type"] == "worker_crash"
     rest = [item["scores"][0] for i, item in enumerate(reply) if i != 2]
     assert rest == pytest.approx(expected[:2] + expected[3:], abs=5e-5)
     scores(other.result())
     faults.clear()
-    assert scores(ask(server, asked)) == pytest.approx(expected, abs=5e-5)
+    assert scores(request_scores(server, batch)) == pytest.approx(expected, abs=5e-5)
     assert server.ready()
 
 
-def test_a_swap_during_traffic(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
-    """C51: every reply names its version and has the scores of that version alone, from the cache too; a swap that
-    fails changes nothing."""
-    asked = items(16)
-    old = np.array(scores(server.rewards(asked)))
+def test_replies_during_a_swap_have_one_version_each(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
+    """C51: every reply names its version and has only scores of that version, from the cache too; a failed swap changes
+    nothing."""
+    batch = items(16)
+    old = np.array(scores(server.rewards(batch)))
     swapping = True
-    seen: list[tuple[str, np.ndarray]] = []
+    replies: list[tuple[str, np.ndarray]] = []
 
     def traffic(cache: bool) -> None:
         while swapping:
-            reply = server.rewards(asked, cache=cache)
-            seen.append((reply.json()["version"], np.array(scores(reply))))
+            reply = server.rewards(batch, cache=cache)
+            replies.append((reply.json()["version"], np.array(scores(reply))))
             time.sleep(0.05)  # the new version's worker needs a processor too
 
     def swap(path: str) -> httpx.Response:
@@ -287,12 +295,12 @@ def test_a_swap_during_traffic(server: ServerProcess, threads: ThreadPoolExecuto
     assert "nothing has changed" in failed.text
     assert model(server)["version"] == first
     second = swap("other").json()["version"]
-    until("answered by the new one", lambda: any(version == second for version, _ in seen))
+    until("answered by the new one", lambda: any(version == second for version, _ in replies))
     swapping = False
     for done in traffics:
         done.result()
-    assert {version for version, _ in seen} == {first, second}
-    for version, values in seen:
+    assert {version for version, _ in replies} == {first, second}
+    for version, values in replies:
         assert values == pytest.approx(old if version == first else -old, abs=1e-4)
     assert np.abs(old).max() > 0.1
     until("retired", lambda: len(server.workers()) == 1)
@@ -300,17 +308,17 @@ def test_a_swap_during_traffic(server: ServerProcess, threads: ThreadPoolExecuto
     assert server.metric("plaudit_model_info", version=first) == 0
 
 
-def test_the_end_with_requests_under_way(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C45: not ready at once, new work is refused, what was taken is answered, exit 0, no process is left. The server
-    of this file ends here."""
+def test_sigterm_drains_open_requests(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C45: unready at once, new work is rejected, accepted requests are answered, exit code 0, no process is left. The
+    module's server ends here."""
     faults.set("hold")
-    waiting = threads.submit(ask, server, items(20))
+    waiting = threads.submit(request_scores, server, items(20))
     until("held", lambda: model(server)["held_tokens"] > 0)
-    left = descendants(server)
+    processes = descendants(server)
     server.process.send_signal(signal.SIGTERM)
     until("draining", lambda: server.http.get("/health/ready").status_code == 503, 30)
     assert server.http.get("/health/live").status_code == 200
-    refused = ask(server, items(1))
+    refused = request_scores(server, items(1))
     assert refused.status_code == 503
     assert refused.json()["error"]["type"] == "draining"
     assert int(refused.headers["retry-after"]) >= 1
@@ -318,11 +326,14 @@ def test_the_end_with_requests_under_way(server: ServerProcess, faults: Faults, 
     faults.clear()
     assert len(scores(waiting.result())) == 20
     assert server.process.wait(60) == 0
-    assert gone(left)
+    assert exited(processes)
 
 
-def test_a_full_disk_and_a_second_signal(faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C49, C46: with no room for its log the server goes on and counts; a second signal ends it at once."""
+def test_a_full_disk_is_survived_and_a_second_signal_ends_the_drain(
+    faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """C49, C46: without disk space for its log the server keeps running and counts the failures; a second signal ends
+    it at once."""
     tree = {"models": {"sums": {"path": "sums"}}, "log": "requests"}
     environment = {**faults.environment, "PLAUDIT_FULL_DISK": "1"}
     with ServerProcess(tree, environment=environment) as server:
@@ -330,54 +341,54 @@ def test_a_full_disk_and_a_second_signal(faults: Faults, threads: ThreadPoolExec
         assert len(expected) == 3
         until("counted", lambda: server.metric("plaudit_log_failures_total") > 3, 60)
         faults.set("hold")
-        waiting = threads.submit(ask, server, items(1))
+        waiting = threads.submit(request_scores, server, items(1))
         until("held", lambda: model(server)["held_tokens"] > 0)
-        left = descendants(server)
+        processes = descendants(server)
         server.process.send_signal(signal.SIGTERM)
         until("draining", lambda: not server.ready(), 30)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 1  # and not the 30 s that one signal waits for what is under way
-        assert gone(left)
+        assert server.process.wait(20) == 1  # not the 30 s that one signal waits for open requests
+        assert exited(processes)
         with pytest.raises(httpx.TransportError):
             waiting.result()
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_again_and_again(faults: Faults, threads: ThreadPoolExecutor) -> None:
-    """C43: after three deaths in a row the model is given up: what waits is told so, and the server ends with 1."""
+def test_a_model_fails_after_three_worker_deaths_in_a_row(faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C43: after three deaths in a row the model fails: waiting requests get an error and the server exits with 1."""
     with ServerProcess({"models": {"sums": {"path": "sums"}}}, environment=faults.environment) as server:
         faults.set("start")
-        left = descendants(server)
+        processes = descendants(server)
         server.workers()[0].kill()
         until("not ready", lambda: not server.ready(), 60)
-        waiting = threads.submit(ask, server, items(2))
+        waiting = threads.submit(request_scores, server, items(2))
         assert server.process.wait(120) == 1
-        assert gone(left)
+        assert exited(processes)
         try:
             reply = waiting.result()
         except httpx.TransportError:
-            pass  # it came when the port was closed
+            pass  # it arrived after the port was closed
         else:
             assert reply.status_code == 503 or all(i["error"]["type"] == "model_failed" for i in answers(reply))
         assert "3 times in a row without a result" in server.log()
         assert "Traceback" not in server.log()
 
 
-def test_the_end_while_the_model_loads() -> None:
-    """C47: at once, and no process is left."""
+def test_sigterm_while_the_model_loads_ends_at_once() -> None:
+    """C47: the server exits at once and leaves no process."""
     with ServerProcess({"models": {"sums": {"path": "sums"}}}, wait=False) as server:
         until("started", lambda: server.workers(), 60)
-        left = descendants(server)
+        processes = descendants(server)
         assert server.stop(seconds=20) == 0
-        assert gone(left)
+        assert exited(processes)
         assert "Traceback" not in server.log()
 
 
 def start(*arguments: str) -> tuple[int, str]:
-    """A server that cannot start: its exit code and what it said."""
-    done = run_forked("serve", *arguments)
-    return done.returncode, done.stdout + "".join(
-        line for line in done.stderr.splitlines(keepends=True) if not line.startswith("{")
+    """Run a server that cannot start; return its exit code and its output without the log."""
+    result = run_forked("serve", *arguments)
+    return result.returncode, result.stdout + "".join(
+        line for line in result.stderr.splitlines(keepends=True) if not line.startswith("{")
     )
 
 
@@ -402,13 +413,13 @@ def without_weights(path: Path) -> None:
         pytest.param(without_weights, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_that_cannot_be_loaded(broken: Any, tmp_path: Path) -> None:
-    """C48: cut, misshapen and missing weights: exit 2 with one line, and the port is closed."""
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(broken: Any, tmp_path: Path) -> None:
+    """C48: truncated, misshapen and missing weights: exit code 2 with one line, and the port is closed."""
     broken(tmp_path / "model")
     port = free_port()
-    code, said = start("--model", str(tmp_path / "model"), "--port", str(port))
-    assert code == 2, said
-    loading, reason = said.splitlines()
+    code, output = start("--model", str(tmp_path / "model"), "--port", str(port))
+    assert code == 2, output
+    loading, reason = output.splitlines()
     assert loading.startswith("plaudit serve: loading")
     assert reason.startswith("plaudit: ")
     assert "model" in reason
@@ -416,38 +427,38 @@ def test_a_model_that_cannot_be_loaded(broken: Any, tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_configuration_that_cannot_be_served(tmp_path: Path) -> None:
-    """C48: a taken port and a bad configuration: exit 2 with one line."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        code, said = start("--port", str(port))
-        loading, reason = said.splitlines()
+def test_a_configuration_that_cannot_be_served_is_reported_in_one_line(tmp_path: Path) -> None:
+    """C48: a port in use and a bad configuration: exit code 2 with one line."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        code, output = start("--port", str(port))
+        loading, reason = output.splitlines()
         assert code == 2
         assert loading.startswith("plaudit serve: loading")
         assert f"127.0.0.1:{port}" in reason
     bad = tmp_path / "serve.toml"
     bad.write_text('[models.sums]\npath = "sums"\n[limits]\nqueued_token = 5\n')
-    code, said = start("--config", str(bad))
-    assert (code, said.count("\n")) == (2, 1), said
-    assert "queued_token" in said
+    code, output = start("--config", str(bad))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert "queued_token" in output
 
 
 def test_no_deadline_depends_on_the_wall_clock() -> None:
-    """C52: `time.time()` is only ever written down (log, page, `created` of a protocol), never kept, compared or
-    reckoned with: a clock that jumps moves no deadline. The client is aside: an HTTP date is one of the wall clock. So
-    are traces, whose spans begin and end in wall time."""
+    """C52: `time.time()` is only written out (log, page, `created` of a protocol), never stored, compared or computed
+    with, so a clock that jumps moves no deadline. Excluded are the client, because an HTTP date is in wall-clock time,
+    and traces, whose spans begin and end in wall-clock time."""
     here = Path(plaudit.serve.__path__[0])
-    seen, reckoned = 0, set()
+    calls, computed = 0, set()
     for file in set(here.rglob("*.py")) - {*here.glob("client*"), here / "http" / "traces.py"}:
         tree = ast.parse(file.read_text())
         for parent in ast.walk(tree):
             assert not (isinstance(parent, ast.ImportFrom) and parent.module in ("time", "datetime")), file.name
             for child in ast.iter_child_nodes(parent):
                 if isinstance(child, ast.Call) and ast.unparse(child.func) in ("time.time", "time.time_ns"):
-                    seen += 1
+                    calls += 1
                     if not isinstance(parent, ast.Call | ast.Dict | ast.keyword):
-                        reckoned.add(f"{file.name}:{child.lineno}")
-    assert seen > 0
-    assert not reckoned
+                        computed.add(f"{file.name}:{child.lineno}")
+    assert calls > 0
+    assert not computed

@@ -45,17 +45,17 @@ def port_of(server: ServerProcess) -> int:
 
 
 def asked(port: int, *calls: dict[str, Any], **tls: str) -> list[Any]:
-    given = json.dumps({"port": port, "calls": calls, **tls})
-    done = subprocess.run([sys.executable, str(CLIENT)], input=given, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout))
+    request = json.dumps({"port": port, "calls": calls, **tls})
+    result = subprocess.run([sys.executable, str(CLIENT)], input=request, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return list(json.loads(result.stdout))
 
 
 def rewards_of(port: int, items: list[Any], key: str | None, **tls: str) -> dict[str, Any]:
-    given = json.dumps({"port": port, "items": items, "key": key, **tls})
-    done = subprocess.run([sys.executable, str(REWARDS)], input=given, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout))
+    request = json.dumps({"port": port, "items": items, "key": key, **tls})
+    result = subprocess.run([sys.executable, str(REWARDS)], input=request, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return dict(json.loads(result.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def floats(answer: dict[str, Any]) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
-def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> None:
+def test_scores_metadata_and_errors_equal_those_of_http(server: ServerProcess) -> None:
     tokenizer = load_tokenizer("sums")
     rows = [[*tokenizer.encode(prompt + response), tokenizer.eos_token_id] for prompt, response in chains(6)]
     items = server.rewards([{"tokens": row} for row in rows]).json()["items"]
@@ -111,7 +111,7 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
     late = rows_request(rows, raw=True)
     many = rows_request([[5] * 400] * 100, raw=True)
     named = {"fields": {"name": "sums"}, "metadata": LET_IN}
-    found = asked(
+    responses = asked(
         port_of(server),
         {"method": "ServerLive"}, {"method": "ServerReady"}, {"method": "ModelReady", "fields": {"name": "sums"}},
         {"method": "ModelReady", "fields": {"name": "nobody"}, "metadata": LET_IN},
@@ -124,7 +124,7 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
         infer({**late, "rawInputContents": late["rawInputContents"][:1]}), infer(many),
         infer(late, metadata={**LET_IN, "x-deadline": "0"}),
     )  # fmt: skip
-    live, ready, model_ready, unknown_ready, metadata, config, statistics, index, facts, *inferred = found
+    live, ready, model_ready, unknown_ready, metadata, config, statistics, index, server_metadata, *inferred = responses
     assert (live, ready, model_ready, unknown_ready) == ({"live": True}, {"ready": True}, {"ready": True}, {})
     assert [entry.split('"')[1] for entry in metadata["inputs"]] == [
         "sentences", "tokens", "sequence_lengths", "add_EOS",
@@ -133,12 +133,12 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
     assert "data_type: 11" in config["config"]
     assert 'name: "sums"' in statistics["model_stats"][0]
     assert any('name: "sums"' in entry and 'state: "READY"' in entry for entry in index["models"])
-    assert facts["name"] == "plaudit"
-    raw, typed, text, nobody, wrong, unknown, empty, short, large, dead = inferred
+    assert server_metadata["name"] == "plaudit"
+    raw, typed, text, no_key, wrong, unknown, empty, short, large, expired = inferred
     assert floats(raw) == floats(typed) == pytest.approx(scores, abs=5e-5)
     assert (raw["id"], raw["model_name"], raw["model_version"]) == ("mine", "sums", "1")
     assert len(floats(text)) == 1
-    assert (nobody["status"], wrong["status"]) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    assert (no_key["status"], wrong["status"]) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
     assert unknown["status"] == "NOT_FOUND"
     assert "unknown model" in unknown["message"]
     assert empty["status"] == "INVALID_ARGUMENT"
@@ -146,42 +146,42 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
         "status": "INVALID_ARGUMENT", "trailing": {},
         "message": "raw_input_contents has 1 tensors; expected one for each of 2 inputs",
     }  # fmt: skip
-    assert large["status"] == "RESOURCE_EXHAUSTED"  # 200 kB at most, as gRPC says it
-    assert dead["status"] == "DEADLINE_EXCEEDED"
-    assert "the deadline expired" in dead["message"]
+    assert large["status"] == "RESOURCE_EXHAUSTED"  # gRPC's status for the limit of 200 kB
+    assert expired["status"] == "DEADLINE_EXCEEDED"
+    assert "the deadline expired" in expired["message"]
     assert server.metric("plaudit_requests_total", protocol="triton", status="200", key="ann") >= 3
 
 
 @pytest.mark.slow
-def test_the_reward_client_gives_over_grpc_what_it_gives_over_http(server: ServerProcess) -> None:
+def test_the_reward_client_gives_the_same_results_over_grpc_and_http(server: ServerProcess) -> None:
     items = [{"prompt": "7+8+4=", "responses": ["7+8=15;15+4=19;#19", "7+8=15;15+4=18;#18"]}, {"tokens": [10**9]}]
-    found = rewards_of(port_of(server), items, KEY)
+    results = rewards_of(port_of(server), items, KEY)
     with RewardClient(server.url, api_key=KEY) as client:
         http = client.score(items)
-        assert found["scores"] == [[each.value, each.version, each.error and each.error.type] for each in http]
+        assert results["scores"] == [[each.value, each.version, each.error and each.error.type] for each in http]
         with pytest.raises(RequestRefused, match="not_a_process_model") as refused:
             client.score(items, steps=True)
-    assert found["other"] == found["scores"]  # by the second of two servers
+    assert results["other"] == results["scores"]  # by the second of two servers
     port = f"grpc://localhost:{port_of(server)}"
-    assert found["steps"] == ["RequestRefused", 422, str(refused.value).replace(server.url, port)]
-    errors = {name: found[name][:2] for name in ("unknown", "stranger", "large", "nowhere")}
+    assert results["steps"] == ["RequestRefused", 422, str(refused.value).replace(server.url, port)]
+    errors = {name: results[name][:2] for name in ("unknown", "stranger", "large", "nowhere")}
     assert errors == {
         "unknown": ["RequestRefused", 404], "stranger": ["RequestRefused", 401], "large": ["RequestRefused", 413],
         "nowhere": ["RewardUnavailable", None],
     }  # fmt: skip
-    assert "did you mean 'sums'" in found["unknown"][2]
-    assert "after 2 attempt(s)" in found["nowhere"][2]
-    assert found["busy"] == [[1.5, "v", None]]
-    assert len(found["heard"]) == 1
-    assert "answered 503 (overloaded: too much waits)" in found["heard"][0]
-    assert found["modules"] == []
+    assert "did you mean 'sums'" in results["unknown"][2]
+    assert "after 2 attempt(s)" in results["nowhere"][2]
+    assert results["busy"] == [[1.5, "v", None]]
+    assert len(results["heard"]) == 1
+    assert "answered 503 (overloaded: too much waits)" in results["heard"][0]
+    assert results["modules"] == []
 
 
 @pytest.mark.slow
-def test_mutual_tls(tmp_path: Path) -> None:
+def test_mutual_tls_requires_a_trusted_client_certificate(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.give("server", ExtendedKeyUsageOID.SERVER_AUTH)
-    client, stranger = (
+    client, untrusted = (
         [str(file) for file in authority.give(name, ExtendedKeyUsageOID.CLIENT_AUTH)]
         for authority, name in ((ours, "client"), (others, "stranger"))
     )
@@ -190,20 +190,20 @@ def test_mutual_tls(tmp_path: Path) -> None:
         port, call = port_of(server), {"method": "ServerLive"}
         ca = str(ours.file)
         assert asked(port, call, ca=ca, cert=client[0], key=client[1]) == [{"live": True}]
-        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=stranger[0], key=stranger[1])
+        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=untrusted[0], key=untrusted[1])
         assert refused["status"] == "UNAVAILABLE"
         (plain,) = asked(port, {**call, "wait": False})
         assert plain["status"] == "UNAVAILABLE"
         (tmp_path / "both.pem").write_bytes(b"".join(Path(file).read_bytes() for file in client))
         files = {"ca": ca, "cert": str(tmp_path / "both.pem"), "others": str(others.file)}
-        found = rewards_of(port, [{"prompt": "1+2=", "responses": ["#12"]}], None, **files)
-        assert [value for value, *_ in found["scores"]] == [1.0]
-        kind, _, message = found["untrusted"]
+        results = rewards_of(port, [{"prompt": "1+2=", "responses": ["#12"]}], None, **files)
+        assert [value for value, *_ in results["scores"]] == [1.0]
+        kind, _, message = results["untrusted"]
         assert kind == "RewardUnavailable"
         assert "certificate that is not trusted" in message
 
 
-def test_what_cannot_be_served_is_one_line(server: ServerProcess) -> None:
-    taken = plaudit_here("serve", "--model", "sums", "--port", "0", "--grpc-port", "1", "--protocols", "vllm")
-    assert taken.returncode == 2
-    assert "which protocols does not list" in taken.stdout + taken.stderr
+def test_a_grpc_port_without_its_protocol_is_rejected(server: ServerProcess) -> None:
+    result = plaudit_here("serve", "--model", "sums", "--port", "0", "--grpc-port", "1", "--protocols", "vllm")
+    assert result.returncode == 2
+    assert "which protocols does not list" in result.stdout + result.stderr

@@ -15,7 +15,7 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
-SLOW: list[str] = []  # questions that a judge was asked slowly
+SLOW: list[str] = []  # questions that the judge answered slowly
 FUNCTION = """
 import time
 
@@ -29,7 +29,7 @@ def length(prompt, response, truth):
 
 
 class OpenAI(BaseHTTPRequestHandler):
-    """Says 'score: <number of digits in the question>', or nonsense when asked for it."""
+    """Replies 'score: <number of digits in the question>', or nonsense if the question contains that word."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -92,19 +92,19 @@ def test_a_rule_checks_the_answer(server: ServerProcess) -> None:
     assert results(server, "exact", "7+8=15;#15", "#16", "none")["scores"] == [1.0, 0.0, 0.0]
 
 
-def test_a_function_that_hangs_or_raises_costs_only_its_own_item(server: ServerProcess) -> None:
-    found = results(server, "length", "12345", "sleep", "raise", "1234567890")
-    assert found["scores"] == [0.5, None, None, 1.0]
-    assert [e and e["type"] for e in found["errors"]] == [None, "timeout", "rule_failed", None]
+def test_a_function_that_hangs_or_raises_fails_only_its_own_item(server: ServerProcess) -> None:
+    result = results(server, "length", "12345", "sleep", "raise", "1234567890")
+    assert result["scores"] == [0.5, None, None, 1.0]
+    assert [e and e["type"] for e in result["errors"]] == [None, "timeout", "rule_failed", None]
 
 
-def test_a_judge_behind_http_gives_the_number_it_says(server: ServerProcess) -> None:
-    found = results(server, "judge", "15", "nonsense")
-    assert found["scores"] == [4.0, None]
-    assert found["errors"][1]["type"] == "judge_unreadable"
+def test_an_http_judge_gives_the_number_in_its_reply(server: ServerProcess) -> None:
+    result = results(server, "judge", "15", "nonsense")
+    assert result["scores"] == [4.0, None]
+    assert result["errors"][1]["type"] == "judge_unreadable"
 
 
-def test_a_judge_of_our_own_engine_writes_and_is_read(server: ServerProcess) -> None:
+def test_a_local_judge_gives_the_number_in_its_text(server: ServerProcess) -> None:
     assert results(server, "writer", "7+8=15;")["scores"] == [15.0]
 
 
@@ -115,12 +115,12 @@ def test_a_blend_is_the_weighted_sum_of_its_members(server: ServerProcess) -> No
     assert blended["attributes"][0] == pytest.approx({"sums": sums[0], "exact": 1.0}, abs=5e-5)
 
 
-def test_a_member_that_fails_fails_the_blend(server: ServerProcess) -> None:
+def test_a_failed_member_fails_the_blend(server: ServerProcess) -> None:
     reply = server.rewards([{"prompt": "7+8=", "responses": ["#15"]}], "blend")  # no truth for the rule
     assert reply.json()["items"][0]["error"]["type"] == "member_failed"
 
 
-def test_models_are_listed_with_kind_and_version(server: ServerProcess) -> None:
+def test_models_are_listed_with_their_kind(server: ServerProcess) -> None:
     listed = {m["id"]: m["kind"] for m in server.http.get("/v1/models").json()["data"]}
     assert listed == {
         "sums": "outcome", "exact": "rule", "length": "rule", "judge": "judge", "writer": "judge", "blend": "blend",
@@ -128,32 +128,32 @@ def test_models_are_listed_with_kind_and_version(server: ServerProcess) -> None:
     }  # fmt: skip
 
 
-def test_steps_of_something_without_steps_are_refused(server: ServerProcess) -> None:
+def test_steps_of_a_rule_are_rejected(server: ServerProcess) -> None:
     reply = server.rewards([{"prompt": "1+1=", "responses": ["#2"]}], "exact", steps=True)
     assert reply.status_code == 422
     assert reply.json()["error"]["type"] == "not_a_process_model"
 
 
 @pytest.mark.slow
-def test_slow_items_of_one_request_do_not_hold_up_another(server: ServerProcess) -> None:
+def test_slow_items_of_one_request_do_not_delay_another(server: ServerProcess) -> None:
     endless = "a" * 60 + "b"
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(results, server, "regex", "aaa", *[endless] * 30)
+        pending = threads.submit(results, server, "regex", "aaa", *[endless] * 30)
         while server.http.get("/stats").json()["open_tokens"] == 0:
-            assert not asked.done()
+            assert not pending.done()
         assert results(server, "regex", "aaa")["scores"] == [1.0]
-        assert not asked.done()
-        first, *others = asked.result()["errors"]
+        assert not pending.done()
+        first, *others = pending.result()["errors"]
         assert first is None
         assert {error["type"] for error in others} == {"timeout"}
 
 
-def test_a_judge_is_asked_nothing_for_a_request_that_has_ended(server: ServerProcess) -> None:
+def test_a_judge_is_not_called_for_an_expired_request(server: ServerProcess) -> None:
     item = {"prompt": "slow ", "responses": [str(i) for i in range(200)]}
     reply = server.http.post("/v1/rewards", json={"model": "few", "items": [item]}, headers={"x-deadline": "1"})
     assert reply.status_code == 504
-    asked = len(SLOW)
-    assert asked < 100
+    calls = len(SLOW)
+    assert calls < 100
     time.sleep(1.0)
-    assert len(SLOW) <= asked + 2  # those that were on their way
+    assert len(SLOW) <= calls + 2  # calls that were already in flight
     assert results(server, "few", "12")["scores"] == [4.0]

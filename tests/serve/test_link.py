@@ -31,10 +31,10 @@ def shown(answer: Answer | None) -> float | str:
     return answer.type if isinstance(answer, ItemError) else float(np.asarray(answer).item())
 
 
-def test_several_killers_in_one_batch_are_found_one_by_one() -> None:
+def test_several_crashing_works_in_one_batch_are_isolated_one_by_one() -> None:
     async def use(deployment: Deployment) -> None:
-        found = [shown(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
-        assert found == [1, "worker_crash", "worker_crash", 4, 5, 6]
+        results = [shown(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
+        assert results == [1, "worker_crash", "worker_crash", 4, 5, 6]
         assert deployment.restarts == (REJECT_AFTER - 1) + 2
         assert [shown(answer) for answer in await answers(deployment, [7])] == [7]
         assert (deployment.in_flight_tokens, deployment.queue.items) == (0, 0)
@@ -42,10 +42,10 @@ def test_several_killers_in_one_batch_are_found_one_by_one() -> None:
     deployed(use, [2, 3])
 
 
-def test_a_worker_that_dies_of_everything_is_given_up() -> None:
+def test_a_model_whose_worker_crashes_on_every_work_fails() -> None:
     async def use(deployment: Deployment) -> None:
-        found = [shown(answer) for answer in await answers(deployment, list(range(10)))]
-        assert found == ["worker_crash"] * (MAX_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
+        results = [shown(answer) for answer in await answers(deployment, list(range(10)))]
+        assert results == ["worker_crash"] * (MAX_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
         assert deployment.state == "failed"
         assert f"{MOST_DEATHS} times in a row" in deployment.reason
         assert [shown(answer) for answer in await answers(deployment, [7])] == ["model_failed"]
@@ -53,7 +53,7 @@ def test_a_worker_that_dies_of_everything_is_given_up() -> None:
     deployed(use, list(range(10)))
 
 
-def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten() -> None:
+def test_works_cancelled_while_the_worker_is_dead_are_dropped() -> None:
     async def use(deployment: Deployment) -> None:
         kept = deployment.submit([work(1), work(2)], tenant="a")
         dropped = deployment.submit([work(2), work(3), work(3)], tenant="b")
@@ -77,24 +77,24 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten() -> None:
     deployed(use, [])
 
 
-def test_to_a_worker_that_has_just_died_nothing_is_sent() -> None:
-    """What comes between its end and the notice of it goes to the others, or to the next one."""
+def test_nothing_is_sent_to_a_worker_that_has_just_died() -> None:
+    """Works submitted between its exit and the detection of it go to other replicas or to the next worker."""
 
     async def use(deployment: Deployment) -> None:
-        failed: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(str(context)))
+        errors: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context)))
         link = deployment.replicas[0].wire
         assert isinstance(link, Link)
         process = link._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         tickets = []
-        while link.state == "ready":  # one for each replica in every turn of the loop
+        while link.state == "ready":  # one work per replica in every iteration of the event loop
             tickets.append(deployment.submit([work(2 * len(tickets)), work(2 * len(tickets) + 1)], tenant="a"))
             await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*(ticket.done for ticket in tickets)), 60)
-        for at, ticket in enumerate(tickets):
-            assert [shown(answer) for answer in ticket.answers] == [2 * at, 2 * at + 1]
-        assert failed == []
+        for index, ticket in enumerate(tickets):
+            assert [shown(answer) for answer in ticket.answers] == [2 * index, 2 * index + 1]
+        assert errors == []
 
     deployed(use, [], replicas=2)

@@ -23,13 +23,13 @@ from plaudit.serve.http.message import Limits, Reply, Request, Route, Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 
-SECONDS = 20.0  # that nothing here takes unless it hangs
+SECONDS = 20.0  # longer than anything here takes unless it hangs
 PARTS = [b"one", b"", b"three" * 10]
 
 
 @contextmanager
 def serving(app: AsgiApp, **limits: Any) -> Iterator[int]:
-    """Its port; it runs in a thread of its own."""
+    """Serve the application in a separate thread; yields the port."""
     sock = socket.create_server(("127.0.0.1", 0))
     loop, stop, ready = uvloop.new_event_loop(), asyncio.Event(), threading.Event()
 
@@ -57,7 +57,7 @@ def connected(port: int) -> socket.socket:
 
 
 def exchanged(port: int, *pieces: bytes) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Send the pieces; return everything received until the server closes the connection."""
     with connected(port) as sock:
         for piece in pieces:
             sock.sendall(piece)
@@ -71,7 +71,7 @@ def request(path: str = "/", *headers: str, body: bytes = b"", method: str = "PO
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """What it was sent, with its path and query before it."""
+    """Reply with the method, path and query, followed by the body."""
     body, more = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} ".encode(), True
     while more:
         message = await receive()
@@ -87,7 +87,7 @@ async def streamed(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def test_requests_of_a_connection_are_answered_in_their_order() -> None:
+def test_requests_of_a_connection_are_answered_in_order() -> None:
     slow = asyncio.Event()
 
     async def first_waits(scope: Any, receive: Any, send: Any) -> None:
@@ -105,10 +105,10 @@ def test_requests_of_a_connection_are_answered_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_request_in_pieces_of_any_size(size: int) -> None:
-    whole = request("/p", "Connection: close", body=b"body")
+def test_a_request_may_arrive_in_pieces_of_any_size(size: int) -> None:
+    data = request("/p", "Connection: close", body=b"body")
     with serving(echo) as port:
-        answered = exchanged(port, *(whole[at : at + size] for at in range(0, len(whole), size)))
+        answered = exchanged(port, *(data[start : start + size] for start in range(0, len(data), size)))
     assert answered.endswith(b"\r\n\r\nPOST /p? body")
 
 
@@ -120,24 +120,24 @@ def test_head_has_the_headers_of_the_reply_and_no_body() -> None:
     assert second.endswith(b"POST /2? ")
 
 
-def test_replies_of_unknown_length() -> None:
+def test_replies_of_unknown_length_are_chunked_or_end_the_connection() -> None:
     with serving(streamed) as port:
         assert exchanged(port, request("/", "Connection: close")) == (
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
             b"3\r\none\r\n32\r\n" + PARTS[2] + b"\r\n0\r\n\r\n"
         )
-        # A client of HTTP/1.0 knows no chunks: the end of the connection is that of the reply.
+        # HTTP/1.0 has no chunks: the reply ends with the connection.
         assert exchanged(port, request(version="1.0")) == (
             b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"".join(PARTS)
         )
 
 
-def test_a_client_that_waits_for_leave_to_send_its_body() -> None:
+def test_expect_100_continue_is_answered_before_the_body() -> None:
     with serving(echo) as port, connected(port) as sock:
-        whole = request("/", "Expect: 100-continue", "Connection: close", body=b"body")
-        sock.sendall(whole[:-4])
+        data = request("/", "Expect: 100-continue", "Connection: close", body=b"body")
+        sock.sendall(data[:-4])
         assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        sock.sendall(whole[-4:])
+        sock.sendall(data[-4:])
         assert b"".join(iter(lambda: sock.recv(65536), b"")).endswith(b"POST /? body")
 
 
@@ -152,7 +152,7 @@ def test_a_client_that_waits_for_leave_to_send_its_body() -> None:
     ],
     ids=["short", "long", "line break", "control character", "no reply"],
 )
-def test_a_reply_that_is_none_ends_the_connection(headers: Any, bodies: list[bytes]) -> None:
+def test_an_invalid_reply_closes_the_connection(headers: Any, bodies: list[bytes]) -> None:
     async def wrong(scope: Any, receive: Any, send: Any) -> None:
         if headers is not None:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -163,17 +163,17 @@ def test_a_reply_that_is_none_ends_the_connection(headers: Any, bodies: list[byt
         assert exchanged(port, request()) == b""
 
 
-def test_a_client_that_takes_nothing_stops_what_is_sent_to_it() -> None:
+def test_a_client_that_does_not_read_stops_the_sender() -> None:
     written = []
-    gone = threading.Event()
+    disconnected = threading.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not gone.is_set():
+        while not disconnected.is_set():
             await send({"type": "http.response.body", "body": b" " * 65536, "more_body": True})
             written.append(65536)
             if (await asyncio.wait_for(receive(), SECONDS))["type"] == "http.disconnect":
-                gone.set()
+                disconnected.set()
 
     async def endless_without_reading(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -184,8 +184,8 @@ def test_a_client_that_takes_nothing_stops_what_is_sent_to_it() -> None:
 
     with serving(endless_without_reading, write_seconds=60) as port, connected(port) as sock:
         sock.sendall(request())
-        count, until = -1, time.monotonic() + SECONDS
-        while (not written or len(written) != count) and time.monotonic() < until:
+        count, deadline = -1, time.monotonic() + SECONDS
+        while (not written or len(written) != count) and time.monotonic() < deadline:
             count = len(written)
             time.sleep(0.3)
         assert 0 < sum(written) < 40 << 20, "what the kernel and one buffer take, and no more"
@@ -194,7 +194,7 @@ def test_a_client_that_takes_nothing_stops_what_is_sent_to_it() -> None:
         with connected(port) as sock:
             sock.sendall(request())
             assert sock.recv(100)
-        assert gone.wait(SECONDS)
+        assert disconnected.wait(SECONDS)
 
 
 def application(handler: Callable[[Request], Awaitable[Reply]]) -> App:
@@ -222,7 +222,7 @@ def under_uvicorn(app: AsgiApp) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("server", [serving, under_uvicorn], ids=["listener", "uvicorn"])
-def test_the_application_runs_under_any_server(server: Any) -> None:
+def test_the_application_runs_under_the_listener_and_uvicorn(server: Any) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def parts() -> AsyncGenerator[bytes, None]:

@@ -40,7 +40,7 @@ def local() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("model", ["sums", "sums-steps"])
-def test_alone_batched_and_grouped_scores_are_those_of_the_model_in_process(
+def test_single_batched_and_grouped_scores_equal_those_of_the_in_process_model(
     server: ServerProcess, local: dict[str, list[float]], model: str
 ) -> None:
     pairs = chains(24)
@@ -89,7 +89,7 @@ def test_tokens_text_and_binary_give_the_score_of_the_prompt_and_response(server
     assert tail["usage"] == {"items": 6, "tokens": sum(map(len, ids))}
 
 
-def test_every_step_has_a_score_and_the_first_wrong_one_shows(server: ServerProcess) -> None:
+def test_every_step_has_a_score_and_wrong_steps_score_low(server: ServerProcess) -> None:
     reply = server.rewards(
         [{"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12", ["3+4=9;", "9+5=14;", "#14"]]}],
         "sums-steps",
@@ -122,7 +122,7 @@ def test_identical_items_of_one_request_are_computed_once(server: ServerProcess)
     assert server.metric("plaudit_tokens_total", model="sums", kind="deduplicated") - before == 4 * tokens
 
 
-def test_it_says_at_once_what_it_loads_and_where(server: ServerProcess) -> None:
+def test_startup_messages_list_the_models_and_the_url(server: ServerProcess) -> None:
     loading, ready = (line for line in server.log().splitlines() if line.startswith("plaudit serve: "))
     assert loading == f"plaudit serve: loading sums (outcome), sums-steps (process); will listen on {server.url}"
     assert ready.startswith(f"plaudit serve: sums (outcome), sums-steps (process) on {server.url} ")
@@ -145,10 +145,10 @@ def test_the_documentation_names_every_route(server: ServerProcess) -> None:
     assert paths["/v2/models/sums/versions/1"]["get"]["summary"].startswith("Triton: inputs and outputs of the model")
 
 
-def test_without_a_key_only_this_machine_is_answered(server: ServerProcess) -> None:
-    """A page whose name leads to 127.0.0.1 may not ask in its visitor's name."""
+def test_without_keys_only_local_hosts_and_origins_are_accepted(server: ServerProcess) -> None:
+    """A page whose domain resolves to 127.0.0.1 must not send requests from its visitor's browser."""
 
-    def ask(**headers: str) -> httpx.Response:
+    def get_models(**headers: str) -> httpx.Response:
         return server.http.get("/v1/models", headers=headers)
 
     for header, value in (
@@ -156,11 +156,11 @@ def test_without_a_key_only_this_machine_is_answered(server: ServerProcess) -> N
         ("host", "127.0.0.1.evil.example"),
         ("origin", "http://evil.example"),
     ):
-        reply = ask(**{header: value})
+        reply = get_models(**{header: value})
         assert (reply.status_code, reply.json()["error"]["type"]) == (403, "bad_host")
     for header, value in (
         ("host", "localhost:1"),
         ("host", "[::1]:5555"),
         ("origin", f"http://127.0.0.1:{server.port}"),
     ):
-        assert ask(**{header: value}).status_code == 200
+        assert get_models(**{header: value}).status_code == 200

@@ -1,5 +1,5 @@
-"""OpenAI's chat completions and completions by a causal LM beside a reward model: equal to transformers and to the
-engine alone, streamed or not."""
+"""OpenAI's chat completions and completions by a causal LM beside a reward model: equal to plain transformers and
+to the engine, streamed or not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(directory: Path) -> Iterator[ServerProcess]:
 
 
 def greedy(directory: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """By transformers alone: the tokens, and their log-probs."""
+    """Greedy tokens and their log-probs, by plain transformers."""
     loaded = load_any(directory)
     module, ids = loaded.module, list(prompt)
     logprobs = []
@@ -57,7 +57,9 @@ def greedy(directory: Path, prompt: list[int], count: int) -> tuple[list[int], l
     return ids[len(prompt) :], logprobs
 
 
-def test_a_greedy_answer_is_that_of_transformers(server: ServerProcess, directory: Path, engine: Engine) -> None:
+def test_a_greedy_completion_equals_that_of_transformers(
+    server: ServerProcess, directory: Path, engine: Engine
+) -> None:
     prompt = engine.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     tokens, logprobs = greedy(directory, prompt, 12)
     assert len(set(tokens)) > 2
@@ -81,7 +83,7 @@ def test_a_greedy_answer_is_that_of_transformers(server: ServerProcess, director
     assert by_tokens["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-5)
 
 
-def test_samples_are_those_of_the_engine(server: ServerProcess, engine: Engine) -> None:
+def test_samples_equal_those_of_the_engine(server: ServerProcess, engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 9, "n": 3}
     samples = engine.generate(["hello", "7+8="], SamplingParams(**options))
     assert len({sample.text for sample in samples}) > 1
@@ -97,17 +99,17 @@ def test_samples_are_those_of_the_engine(server: ServerProcess, engine: Engine) 
         own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == choice["index"]]
         assert "".join(piece["text"] for piece in own) == choice["text"]
         logprobs = [piece["logprobs"] for piece in own if piece["logprobs"]]
-        found = {
+        joined = {
             name: [row for part in logprobs for row in part[name]] for name in logprobs[0] if name != "top_logprobs"
         }
-        assert found.pop("token_logprobs") == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
-        assert found == {name: choice["logprobs"][name] for name in ("tokens", "text_offset")}
+        assert joined.pop("token_logprobs") == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        assert joined == {name: choice["logprobs"][name] for name in ("tokens", "text_offset")}
         assert own[-1]["finish_reason"] == choice["finish_reason"]
     again = asked(server, "/v1/completions", prompt="hello", **{**options, "n": 1, "seed": None})
     assert again["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_likely_tokens_are_those_of_transformers_in_openais_shape(
+def test_top_logprobs_equal_those_of_transformers_in_openais_format(
     server: ServerProcess, directory: Path, engine: Engine
 ) -> None:
     module, tokenizer = load_any(directory).module, engine.tokenizer
@@ -133,18 +135,20 @@ def test_likely_tokens_are_those_of_transformers_in_openais_shape(
             assert {k: v["logprob"] for k, v in choice["prompt_logprobs"][1 + i].items()} == pytest.approx(
                 expected, abs=1e-4
             )
-    told = {"logprobs": True, "top_logprobs": 4, "temperature": 0}
-    whole = chat(server, **told)["choices"][0]["logprobs"]["content"]
-    assert all(len(row["top_logprobs"]) == 4 and row["top_logprobs"][0]["token"] == row["token"] for row in whole)
-    pieces = streamed(server, "/v1/chat/completions", messages=CHAT, max_tokens=12, **told)
+    chat_options = {"logprobs": True, "top_logprobs": 4, "temperature": 0}
+    content = chat(server, **chat_options)["choices"][0]["logprobs"]["content"]
+    assert all(len(row["top_logprobs"]) == 4 and row["top_logprobs"][0]["token"] == row["token"] for row in content)
+    pieces = streamed(server, "/v1/chat/completions", messages=CHAT, max_tokens=12, **chat_options)
     parts = [piece["choices"][0]["logprobs"] for piece in pieces if piece["choices"][0]["logprobs"]]
-    shown = [row["top_logprobs"] for part in parts for row in part["content"]]
-    assert [[r["token"] for r in row] for row in shown] == [[r["token"] for r in row["top_logprobs"]] for row in whole]
+    top_rows = [row["top_logprobs"] for part in parts for row in part["content"]]
+    assert [[r["token"] for r in row] for row in top_rows] == [
+        [r["token"] for r in row["top_logprobs"]] for row in content
+    ]
     refused = server.http.post("/v1/completions", json={"model": "judge", **body, "stream": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
-def test_an_answer_keeps_to_its_response_format(server: ServerProcess) -> None:
+def test_completions_follow_their_response_format(server: ServerProcess) -> None:
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -152,20 +156,20 @@ def test_an_answer_keeps_to_its_response_format(server: ServerProcess) -> None:
         "required": ["n"],
     }
     schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
-    reply = chat(server, response_format=form, temperature=1, seed=4, max_tokens=120, n=2)
+    response_format = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+    reply = chat(server, response_format=response_format, temperature=1, seed=4, max_tokens=120, n=2)
     for choice in reply["choices"]:
         assert choice["finish_reason"] == "stop"
         assert 0 <= json.loads(choice["message"]["content"])["n"] <= 99
-    told = asked(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
-    assert re.fullmatch("[ab]{3}c", told)
+    text = asked(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
+    assert re.fullmatch("[ab]{3}c", text)
     refused = server.http.post("/v1/completions", json={"model": "judge", "prompt": "x", "guided_regex": "(["})
     assert refused.status_code == 400
     assert "regex cannot be used as a constraint" in refused.json()["error"]["message"]
 
 
 def test_a_streamed_chat_has_openais_chunks(server: ServerProcess) -> None:
-    whole = chat(server)
+    complete = chat(server)
     pieces = streamed(
         server, "/v1/chat/completions", messages=CHAT, max_tokens=12, temperature=0, top_p=0.5,
         stream_options={"include_usage": True},
@@ -173,13 +177,13 @@ def test_a_streamed_chat_has_openais_chunks(server: ServerProcess) -> None:
     assert {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
     assert len({piece["id"] for piece in pieces}) == 1
     *parts, last = pieces
-    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert (last["choices"], last["usage"]) == ([], complete["usage"])
     assert all(piece["usage"] is None for piece in parts)
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     deltas = [piece["choices"][0]["delta"] for piece in parts]
     assert len(deltas) > 3
-    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
-    assert parts[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert "".join(delta.get("content", "") for delta in deltas) == complete["choices"][0]["message"]["content"]
+    assert parts[-1]["choices"][0]["finish_reason"] == complete["choices"][0]["finish_reason"]
 
 
 def test_a_stop_string_ends_the_text_before_it(server: ServerProcess) -> None:
@@ -189,12 +193,12 @@ def test_a_stop_string_ends_the_text_before_it(server: ServerProcess) -> None:
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
     pieces = streamed(server, "/v1/chat/completions", messages=CHAT, max_tokens=12, temperature=0, stop=stop)
-    found = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
-    assert found == choice["message"]["content"]
+    streamed_text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert streamed_text == choice["message"]["content"]
     assert len(chat(server, max_completion_tokens=3)["choices"][0]["message"]["content"]) <= len(text)
 
 
-def test_the_template_writes_tools_and_its_own_variables(server: ServerProcess, engine: Engine) -> None:
+def test_the_template_renders_tools_and_template_variables(server: ServerProcess, engine: Engine) -> None:
     variables = {"tools": TOOLS, "mood": "<|im_end|>"}
     prompt = prompt_of(engine, variables=variables)
     plain = engine.tokenizer.apply_chat_template(
@@ -202,7 +206,7 @@ def test_the_template_writes_tools_and_its_own_variables(server: ServerProcess, 
     )  # fmt: skip
     assert prompt_of(engine, variables={"tools": TOOLS, "mood": "calm"}) == plain
     end = engine.tokenizer.eos_token_id
-    assert prompt.count(end) == plain.count(end) == len(CHAT)  # the text in a variable is text
+    assert prompt.count(end) == plain.count(end) == len(CHAT)  # a control token in a variable is plain text
     reply = chat(server, tools=TOOLS, tool_choice="auto", chat_template_kwargs={"mood": "<|im_end|>"})
     assert reply["usage"]["prompt_tokens"] == len(prompt)
     (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12))
@@ -238,7 +242,7 @@ def test_the_template_writes_tools_and_its_own_variables(server: ServerProcess, 
         ({"model": "sums"}, "generates no text"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(server: ServerProcess, fields: dict[str, Any], words: str) -> None:
+def test_invalid_fields_are_rejected_by_name(server: ServerProcess, fields: dict[str, Any], words: str) -> None:
     for stream in (False, True):
         body = {"model": "judge", "messages": CHAT, "temperature": 0, "max_tokens": 4, "stream": stream, **fields}
         reply = server.http.post("/v1/chat/completions", json=body)
@@ -263,18 +267,18 @@ def test_models_keys_and_other_routes(server: ServerProcess) -> None:
     assert server.http.delete("/v1/models/judge").status_code == 405
     assert httpx.get(f"{server.url}/v1/models/judge", timeout=60).json()["error"]["code"] == "invalid_api_key"
     body = {"messages": CHAT, "max_tokens": 2}
-    assert server.http.post("/v1/chat/completions", json=body).status_code == 200  # the one that writes
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200  # the only model that generates text
     unknown = server.http.post("/v1/chat/completions", json={**body, "model": "jugde"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    stranger = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
-    assert (stranger.status_code, stranger.json()["error"]["code"]) == (401, "invalid_api_key")
+    no_key = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert (no_key.status_code, no_key.json()["error"]["code"]) == (401, "invalid_api_key")
     score = server.rewards([{"text": "x"}], model="judge")
     assert score.status_code == 422
     assert "/v1/chat/completions" in score.text
     assert server.score("7+8+4=", "7+8=15;15+4=19;#19") > 0
 
 
-def test_pieces_that_come_again_are_not_said_twice() -> None:
+def test_repeated_pieces_are_not_emitted_twice() -> None:
     sample = Continuation()
     assert sample.add(TextPiece(1, 0, 0, [5, 6], [-1.0, -2.0], 0, "he")) is not None
     again = sample.add(TextPiece(1, 0, 0, [5], [-1.0], 0, "h"))

@@ -53,27 +53,27 @@ def until(what: str, condition: Any, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def test_requests_are_continued_together(server: ServerProcess, faults: Faults) -> None:
+def test_concurrent_requests_share_decode_steps(server: ServerProcess, faults: Faults) -> None:
     contents = [f"hello {number}" for number in range(8)]
 
-    def ask(content: str) -> str:
+    def generate(content: str) -> str:
         messages = [{"role": "user", "content": content}]
         text: str = chat(server, messages=messages, max_tokens=20, ignore_eos=True)["choices"][0]["message"]["content"]
         return text
 
-    alone = [ask(content) for content in contents]
+    alone = [generate(content) for content in contents]
     faults.set("hold")
     with ThreadPoolExecutor(9) as threads:
-        holding = threads.submit(ask, "the first, in whose step the others come")
+        blocked = threads.submit(generate, "the first, in whose step the others come")
         until("held", lambda: held(server) > 0)
-        least = held(server)
-        together = [threads.submit(ask, content) for content in contents]
-        until("held", lambda: held(server) > least + 8 * 20)
+        baseline = held(server)
+        together = [threads.submit(generate, content) for content in contents]
+        until("held", lambda: held(server) > baseline + 8 * 20)
         before = faults.steps()
         faults.clear()
         assert [each.result(120) for each in together] == alone
-        holding.result(120)
-    assert faults.steps() - before < 16  # alone each takes 4: its prompt, and 8 tokens at a time
+        blocked.result(120)
+    assert faults.steps() - before < 16  # alone each takes 4 steps: its prompt, then 8 tokens per step
 
 
 def held(server: ServerProcess) -> int:
@@ -81,7 +81,7 @@ def held(server: ServerProcess) -> int:
     return int(next(model["held_tokens"] for model in models if model["name"] == "judge"))
 
 
-def test_a_client_that_goes_away_ends_its_generation(server: ServerProcess, faults: Faults, engine: Engine) -> None:
+def test_a_client_disconnect_ends_its_generation(server: ServerProcess, faults: Faults, engine: Engine) -> None:
     prompt = prompt_of(engine)
     (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     faults.set("hold", begins=[*prompt, *sample.token_ids[:2]])
@@ -92,10 +92,10 @@ def test_a_client_that_goes_away_ends_its_generation(server: ServerProcess, faul
     steps = faults.steps()
     faults.clear()
     assert chat(server, max_tokens=2)["usage"]["completion_tokens"] <= 2
-    assert faults.steps() - steps < 10  # a decode step is of 8 tokens, and 170 were left
+    assert faults.steps() - steps < 10  # a decode step is 8 tokens, and 170 were left
 
 
-def test_a_worker_that_dies_in_the_middle_changes_nothing(
+def test_a_worker_crash_during_generation_does_not_change_the_text(
     server: ServerProcess, faults: Faults, engine: Engine
 ) -> None:
     prompt = prompt_of(engine)
@@ -109,14 +109,16 @@ def test_a_worker_that_dies_in_the_middle_changes_nothing(
     assert [row["logprob"] for row in rows] == pytest.approx(sample.raw_logprobs, abs=1e-5)
 
 
-def test_a_step_that_fails_is_drawn_again(server: ServerProcess, faults: Faults, engine: Engine) -> None:
+def test_a_failed_step_is_sampled_again_with_the_same_result(
+    server: ServerProcess, faults: Faults, engine: Engine
+) -> None:
     prompt = prompt_of(engine)
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 16, "ignore_eos": True, "n": 2}
     samples = engine.generate([prompt], SamplingParams(**options))
     faults.set("raise", begins=[*prompt, *samples[0].token_ids[:2]], once=True)
-    found = chat(server, **options)["choices"]
+    choices = chat(server, **options)["choices"]
     assert faults.met
-    assert [choice["message"]["content"] for choice in found] == [sample.text for sample in samples]
+    assert [choice["message"]["content"] for choice in choices] == [sample.text for sample in samples]
 
 
 def test_a_deadline_ends_a_request(server: ServerProcess, faults: Faults, engine: Engine) -> None:
@@ -128,7 +130,7 @@ def test_a_deadline_ends_a_request(server: ServerProcess, faults: Faults, engine
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
 
 
-def test_what_fails_in_a_stream_is_its_last_event(server: ServerProcess, faults: Faults, engine: Engine) -> None:
+def test_an_error_in_a_stream_is_its_last_event(server: ServerProcess, faults: Faults, engine: Engine) -> None:
     prompt = prompt_of(engine)
     (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     faults.set("exit", begins=[*prompt, *sample.token_ids])

@@ -43,7 +43,7 @@ def server(
 
 
 def value_inference(model_name: str, input_str: Any, controller_addr: str) -> Any:
-    """As reason/inference/value.py of openr does it."""
+    """The requests of openr's reason/inference/value.py."""
     ret = httpx.post(controller_addr + "/get_worker_address", json={"model": model_name})
     worker_addr = ret.json()["address"]
     if not worker_addr:
@@ -59,8 +59,8 @@ def test_step_scores_are_those_of_plain_transformers(
     text = f"{QUESTION} " + "\n".join(f"{step} ки" for step in STEPS)
     ids = tokenizer.encode(text)
     good, bad = tokenizer.encode("+ -")[1:]
-    at = [i for i, token in enumerate(ids) if token == tokenizer.encode("ки")[-1]]
-    expected = tiny.softmax(tiny.plain(module, ids)[at][:, [good, bad]])[:, 0].tolist()
+    positions = [i for i, token in enumerate(ids) if token == tokenizer.encode("ки")[-1]]
+    expected = tiny.softmax(tiny.plain(module, ids)[positions][:, [good, bad]])[:, 0].tolist()
     assert value_inference("math-shepherd", text, server.url) == pytest.approx(expected, abs=5e-5)
     shorter = text[: text.index("ки") + 2]
     both = value_inference("math-shepherd", [text, shorter], server.url)
@@ -71,13 +71,13 @@ def test_step_scores_are_those_of_plain_transformers(
 
 
 @pytest.mark.parametrize("name", ["sums-steps", "prm"])
-def test_every_model_is_a_worker_of_its_own(server: ServerProcess, name: str) -> None:
+def test_every_model_has_its_own_worker_address(server: ServerProcess, name: str) -> None:
     text = "3+4+5=3+4=7;7+5=12;"
     reply = server.rewards([{"text": text}], "sums-steps", steps=True).json()
     assert value_inference(name, text, server.url) == pytest.approx(reply["items"][0]["steps"][0], abs=5e-5)
 
 
-def test_the_controller_knows_its_models_and_no_others(server: ServerProcess) -> None:
+def test_the_controller_lists_only_its_own_process_models(server: ServerProcess) -> None:
     for name in ("sums", "nobody", ""):
         assert server.http.post("/get_worker_address", json={"model": name}).json() == {"address": ""}
     listed = server.http.post("/list_models").json()["models"]
@@ -91,7 +91,7 @@ def test_the_controller_knows_its_models_and_no_others(server: ServerProcess) ->
         assert "only its own models" in reply.json()["text"]
 
 
-def test_the_address_is_where_the_connection_came_to_and_not_what_the_client_says(server: ServerProcess) -> None:
+def test_the_worker_address_is_that_of_the_connection_not_of_the_host_header(server: ServerProcess) -> None:
     reply = server.http.post("/get_worker_address", json={"model": "sums-steps"}, headers={"host": "evil.example"})
     assert reply.json() == {"address": f"http://127.0.0.1:{server.port}/openr/sums-steps"}
 
@@ -117,7 +117,7 @@ def test_errors_have_fastchats_shape_and_name_the_field(
     assert message in reply.json()["text"]
 
 
-def test_openr_may_be_open_where_the_rest_is_not(server: ServerProcess) -> None:
+def test_openr_may_be_open_while_other_routes_need_a_key(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url) as bare:
         assert bare.post("/list_models").status_code == 200
         assert bare.post("/v1/rewards", json={"items": [{"text": "1"}]}).status_code == 401

@@ -37,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Seen:
-    """What a page asked for and complained of."""
+    """The hosts that a page requested and the errors that it logged."""
 
     def __init__(self, page: Page) -> None:
         self.hosts: set[str] = set()
@@ -49,7 +49,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def opened(server: ServerProcess, browser: Browser) -> Iterator[tuple[Page, Seen]]:
-    """The page with the key entered; whatever the tests do with it, it must not complain."""
+    """The page with the key entered; it must log no errors in any of the tests."""
     page = browser.new_page()
     page.set_default_timeout(PATIENCE)
     seen = Seen(page)
@@ -93,7 +93,7 @@ def shown(numbers: list[float]) -> list[str]:
     return [f"{number:.4f}".replace("-", "\u2212") for number in numbers]
 
 
-def test_every_model_is_there_with_its_state_and_version(server: ServerProcess, page: Page) -> None:
+def test_every_model_is_shown_with_its_state_and_version(server: ServerProcess, page: Page) -> None:
     expect(page.get_by_role("status")).to_have_text("2 models ready")
     for row, model in zip(page.locator(".model").all(), server.http.get("/stats").json()["models"], strict=True):
         expect(row.get_by_role("heading")).to_have_text(model["name"])
@@ -118,8 +118,8 @@ def test_scores_and_steps_are_those_of_the_api(server: ServerProcess, page: Page
     page.get_by_role("button", name="Remove").click()
 
 
-def test_it_fits_a_screen_and_a_phone(page: Page) -> None:
-    """With scores on it, which are the widest that it shows."""
+def test_the_page_fits_desktop_and_phone_screens(page: Page) -> None:
+    """With scores shown, the widest content of the page."""
     results = score(page, "sums-steps", "3+4+5=", RIGHT, WRONG)
     expect(results.locator(".result")).to_have_count(2)
     assert faults_in_windows(page) == {}
@@ -127,7 +127,7 @@ def test_it_fits_a_screen_and_a_phone(page: Page) -> None:
     page.get_by_role("button", name="Remove").click()
 
 
-def test_markup_stays_text(server: ServerProcess, page: Page) -> None:
+def test_markup_is_shown_as_text(server: ServerProcess, page: Page) -> None:
     results = score(page, "sums-steps", MARKUP, MARKUP + ";")
     expect(results).to_contain_text(MARKUP)
     assert server.rewards([{"text": "1+2="}], MARKUP).status_code == 404
@@ -135,14 +135,14 @@ def test_markup_stays_text(server: ServerProcess, page: Page) -> None:
     assert page.locator("img").count() == 0
 
 
-def test_errors_are_said_in_words(server: ServerProcess, page: Page) -> None:
+def test_errors_are_shown_with_their_message_and_type(server: ServerProcess, page: Page) -> None:
     refused = server.rewards([{"prompt": "1+2=", "responses": [""]}], "sums-steps", steps=True).json()
     results = score(page, "sums-steps", "1+2=", "")
     expect(results).to_have_text(refused["items"][0]["error"]["message"])
     expect(page.get_by_role("region", name="Last errors")).to_contain_text(refused["items"][0]["error"]["type"])
 
 
-def test_numbers_move_with_the_work(server: ServerProcess, page: Page) -> None:
+def test_numbers_and_charts_follow_the_load(server: ServerProcess, page: Page) -> None:
     row = page.locator(".model").first
     before = server.http.get("/stats").json()["models"][0]["items"]
     items = [{"prompt": f"{a}+{b}+1=", "responses": ["#7", "#8"]} for a in range(10) for b in range(10)]
@@ -162,8 +162,8 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
     page.set_viewport_size({"width": 1280, "height": 800})
 
 
-def test_a_server_that_drains_and_one_that_is_gone_are_shown(server: ServerProcess, opened: tuple[Page, Seen]) -> None:
-    page, _ = opened  # a server that is gone is complained of by the browser
+def test_a_draining_and_an_unreachable_server_are_shown(server: ServerProcess, opened: tuple[Page, Seen]) -> None:
+    page, _ = opened  # the browser logs errors for an unreachable server
     status = page.get_by_role("status")
     with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
         head = f"POST /v1/rewards HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n\r\n"

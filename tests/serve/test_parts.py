@@ -41,7 +41,7 @@ def works(rows: list[list[int]]) -> frames.Works:
 
 
 @given(st.lists(ROWS, max_size=4), st.data())
-def test_frames_arrive_whole_however_the_stream_is_cut(sent: list[list[list[int]]], data: st.DataObject) -> None:
+def test_frames_are_decoded_however_the_stream_is_split(sent: list[list[list[int]]], data: st.DataObject) -> None:
     stream = b"".join(frames.pack(frame) for rows in sent for frame in (works(rows), frames.Cancel([1, 2])))
     cuts = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=10))})
     unpacker = frames.Unpacker()
@@ -53,26 +53,26 @@ def test_frames_arrive_whole_however_the_stream_is_cut(sent: list[list[list[int]
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_no_frame(noise: bytes) -> None:
-    """It raises ValueError or waits for more; it never hangs, and never gives an object that is no frame."""
+def test_random_bytes_never_decode_to_an_invalid_frame(noise: bytes) -> None:
+    """It raises ValueError or waits for more; it never hangs and never yields an object that is not a frame."""
     try:
         received = list(frames.Unpacker().feed(noise))
-    except ValueError:  # msgspec's errors are of this kind
+    except ValueError:  # includes msgspec's errors
         return
     assert all(isinstance(frame, frames.Frame) for frame in received)
 
 
-def test_a_frame_that_is_too_large_is_refused_by_its_length_alone() -> None:
+def test_an_oversized_frame_is_rejected_by_its_length_alone() -> None:
     with pytest.raises(ValueError, match="the limit is"):
         list(frames.Unpacker().feed((framing.LIMIT + 1).to_bytes(4, "little")))
 
 
-def test_lengths_that_do_not_cover_the_numbers_are_refused() -> None:
+def test_lengths_that_do_not_match_the_tokens_are_rejected() -> None:
     with pytest.raises(ValueError, match="add up to 2; expected 3"):
         list(frames.cut(frames.as_bytes([[1, 2, 3]]), [2]))
 
 
-def test_everything_a_score_depends_on_is_in_its_key() -> None:
+def test_a_cache_key_covers_everything_a_score_depends_on() -> None:
     keys = {
         work_key(version, tokens, positions, columns, salt, logprobs)
         for version in ("0-a", "1-a")
@@ -85,11 +85,11 @@ def test_everything_a_score_depends_on_is_in_its_key() -> None:
     assert len(keys) == 2 * 4 * 4 * 4 * 2 * 2
 
 
-def test_the_key_of_a_step_depends_on_all_up_to_it_and_on_nothing_after() -> None:
+def test_a_steps_cache_key_depends_on_everything_up_to_it_and_nothing_after() -> None:
     tokens = [5, 6, 7, 8, 9]
-    whole = step_keys("0-a", tokens, (1, 3, 4), (1, 2), "", False)
-    assert whole[:2] == step_keys("0-a", [*tokens[:4], 1], (1, 3), (1, 2), "", False)
-    assert whole[1:2] == step_keys("0-a", tokens, (3,), (1, 2), "", False)
+    original = step_keys("0-a", tokens, (1, 3, 4), (1, 2), "", False)
+    assert original[:2] == step_keys("0-a", [*tokens[:4], 1], (1, 3), (1, 2), "", False)
+    assert original[1:2] == step_keys("0-a", tokens, (3,), (1, 2), "", False)
     others = [
         step_keys(*other)
         for other in (
@@ -98,19 +98,21 @@ def test_the_key_of_a_step_depends_on_all_up_to_it_and_on_nothing_after() -> Non
             ("0-a", tokens, (1, 3, 4), (1, 2), "alice", False), ("0-a", tokens, (1, 3, 4), (1, 2), "", True),
         )
     ]  # fmt: skip
-    assert len({*whole, *(key for keys in others for key in keys)}) == 3 * 7
+    assert len({*original, *(key for keys in others for key in keys)}) == 3 * 7
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=80), st.integers(0, 2000))
-def test_the_cache_stays_within_its_bytes_and_forgets_the_least_used(puts: list[tuple[int, int]], limit: int) -> None:
+def test_the_cache_stays_within_its_bytes_and_evicts_the_least_recently_used(
+    puts: list[tuple[int, int]], limit: int
+) -> None:
     cache = ScoreCache(limit)
-    used: list[int] = []  # the least used first
+    used: list[int] = []  # least recently used first
     size: dict[int, int] = {}
     for key, count in puts:
-        found = cache.get(bytes([key]))
-        assert (found is not None) == (key in used)
-        if found is not None:
-            assert found.size == size[key]
+        cached = cache.get(bytes([key]))
+        assert (cached is not None) == (key in used)
+        if cached is not None:
+            assert cached.size == size[key]
             used.remove(key)
             used.append(key)
             continue
@@ -125,35 +127,35 @@ def test_the_cache_stays_within_its_bytes_and_forgets_the_least_used(puts: list[
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.booleans()), max_size=60))
-def test_a_key_below_its_share_is_always_let_in(keys: int, actions: list[tuple[int, int, bool]]) -> None:
-    room = Quota(1000, keys)
-    held: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(keys)}
+def test_a_key_below_its_share_is_always_admitted(keys: int, actions: list[tuple[int, int, bool]]) -> None:
+    quota = Quota(1000, keys)
+    admitted: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(keys)}
     for tenant, count, leave in actions:
         tenant %= keys
-        mine = held[tenant]
+        mine = admitted[tenant]
         if leave and mine:
             mine.pop()[1].__exit__(None, None, None)
             continue
-        fits = room.fits(str(tenant), count)
+        fits = quota.fits(str(tenant), count)
         if sum(c for c, _ in mine) + count <= 1000 // keys and all(
-            sum(c for c, _ in held[other]) > 1000 // keys or other == tenant for other in held
+            sum(c for c, _ in admitted[other]) > 1000 // keys or other == tenant for other in admitted
         ):
-            assert fits  # it alone is below its share
+            assert fits  # only this key is below its share
         if fits:
-            holding = room.holding(str(tenant), count)
-            holding.__enter__()
-            mine.append((count, holding))
-        assert room.in_use == sum(c for own in held.values() for c, _ in own) <= 1000
+            reservation = quota.holding(str(tenant), count)
+            reservation.__enter__()
+            mine.append((count, reservation))
+        assert quota.in_use == sum(c for own in admitted.values() for c, _ in own) <= 1000
 
 
-def test_the_time_to_come_back_follows_the_pace() -> None:
+def test_retry_after_follows_the_token_rate() -> None:
     admission = Admission(10_000, 10_000, 1, 503, Metrics())
     assert admission.retry_after() == 1
     with admission.tokens("a", 500):
         pass
     admission.tick(1.0)
     for _ in range(3600):
-        admission.tick(1.0)  # an idle hour says nothing about the pace
+        admission.tick(1.0)  # an idle hour does not change the measured rate
     with admission.tokens("a", 10_000), pytest.raises(HttpError) as refused, admission.tokens("a", 1):
         pass
     assert refused.value.retry_after == 10
@@ -162,7 +164,7 @@ def test_the_time_to_come_back_follows_the_pace() -> None:
     assert (never.value.status, never.value.type) == (422, "too_many_tokens")
 
 
-def test_a_log_that_nobody_reads_blocks_nobody() -> None:
+def test_an_unread_log_does_not_block_the_server() -> None:
     failures: list[None] = []
     reader, writer = os.pipe()
     try:
@@ -172,13 +174,13 @@ def test_a_log_that_nobody_reads_blocks_nobody() -> None:
         log.close(0.1)
         assert failures
     finally:
-        os.close(reader)  # ends the write that waits
+        os.close(reader)  # ends the blocked write
         while not log._lines.empty():
             time.sleep(0.01)
         os.close(writer)
 
 
-def test_a_path_that_protocols_share_is_open_only_if_all_of_them_are() -> None:
+def test_a_shared_path_is_open_only_if_all_its_protocols_are() -> None:
     async def answer(request: Request) -> Reply:
         raise AssertionError("nobody asks")
 

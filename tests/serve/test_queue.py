@@ -30,10 +30,10 @@ def request(queue: Queue, tenant: str, number: int, costs: list[int], priority: 
 
 
 def drain(queue: Queue) -> list[Job]:
-    taken = []
+    jobs = []
     while (job := queue.take()) is not None:
-        taken.append(job)
-    return taken
+        jobs.append(job)
+    return jobs
 
 
 COSTS = st.lists(st.integers(1, 300), min_size=1, max_size=8)
@@ -44,7 +44,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_every_item_is_taken_once_in_the_order_of_its_request_unless_discarded(actions: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_every_item_is_taken_once_in_request_order_unless_discarded(actions: list[tuple]) -> None:  # type: ignore[type-arg]
     queue: Queue = FairQueue()
     waiting: list[Job] = []
     taken: list[Job] = []
@@ -73,7 +73,7 @@ def test_every_item_is_taken_once_in_the_order_of_its_request_unless_discarded(a
 
 
 @given(st.lists(st.integers(1, 300), min_size=30, max_size=60), st.lists(st.integers(1, 300), min_size=30, max_size=60))
-def test_two_keys_that_both_wait_get_the_same_tokens(first: list[int], second: list[int]) -> None:
+def test_two_waiting_keys_get_the_same_number_of_tokens(first: list[int], second: list[int]) -> None:
     queue: Queue = FairQueue()
     request(queue, "a", 0, first)
     request(queue, "b", 1, second)
@@ -87,7 +87,7 @@ def test_two_keys_that_both_wait_get_the_same_tokens(first: list[int], second: l
         assert abs(served["a"] - served["b"]) <= 300
 
 
-def test_a_key_that_comes_back_with_each_answer_gets_no_more_than_its_share() -> None:
+def test_a_key_that_resubmits_after_each_result_gets_only_its_share() -> None:
     queue: Queue = FairQueue()
     request(queue, "many", 0, [10] * 5000)
     served: Counter[str] = Counter()
@@ -101,7 +101,7 @@ def test_a_key_that_comes_back_with_each_answer_gets_no_more_than_its_share() ->
     assert abs(served["many"] - served["one"]) <= 1000
 
 
-def test_a_key_that_was_away_neither_saves_up_nor_pays() -> None:
+def test_an_idle_key_neither_gains_nor_loses_share() -> None:
     queue: Queue = FairQueue()
     request(queue, "a", 0, [100] * 50)
     for _ in range(40):
@@ -130,12 +130,12 @@ def test_a_higher_priority_goes_first_within_its_key_only() -> None:
     assert {job.tenant for job in order[:2]} == {"a", "b"}
 
 
-def test_discarded_items_do_not_pile_up_while_nothing_is_taken() -> None:
+def test_discarded_items_do_not_accumulate_while_nothing_is_taken() -> None:
     queue: Queue = FairQueue()
     request(queue, "a", 0, [1])
     for number in range(1, 20_000):
         for job in request(queue, "a", number, [7]):
             queue.discard(job)
-    lying = sum(len(flow.jobs) for tenant in queue._tenants.values() for flow in tenant.flows)
-    assert lying <= MAX_DEAD + 2
+    stored = sum(len(flow.jobs) for tenant in queue._tenants.values() for flow in tenant.flows)
+    assert stored <= MAX_DEAD + 2
     assert [job.request for job in drain(queue)] == [0]

@@ -45,7 +45,7 @@ EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
 
 
 def ranks(server: ServerProcess) -> list[psutil.Process]:
-    """The other ranks of its one model."""
+    """The processes of its model's other ranks."""
     return server.workers("plaudit-ranks")
 
 
@@ -68,27 +68,27 @@ def expected() -> list[list[float]]:
     return [[score.value for score in reward.score(some)] for some in items]  # type: ignore[union-attr, misc]
 
 
-def good(
+def check_scores(
     server: ServerProcess, number: int, expected: list[list[float]], http: httpx.Client | None = None,
     items: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
-    asked = {"items": items or content(number % 40), "cache": False}
-    reply = (http or server.http).post("/v1/rewards", json=asked, timeout=300)
+    body = {"items": items or content(number % 40), "cache": False}
+    reply = (http or server.http).post("/v1/rewards", json=body, timeout=300)
     assert reply.status_code == 200, reply.text
-    found = [item["scores"][0] for item in reply.json()["items"]]
-    assert found == pytest.approx(expected[number % 40], abs=5e-5)
+    scores = [item["scores"][0] for item in reply.json()["items"]]
+    assert scores == pytest.approx(expected[number % 40], abs=5e-5)
 
 
 def test_two_ranks_score_as_one_process_does(server: ServerProcess, expected: list[list[float]]) -> None:
     assert len(ranks(server)) == 1
     for number in range(20):
-        good(server, number, expected)
+        check_scores(server, number, expected)
 
 
 @pytest.mark.slow
 def test_two_stages_score_as_one_process_does(staged: ServerProcess, expected: list[list[float]]) -> None:
     for number in range(20):
-        good(staged, number, expected)
+        check_scores(staged, number, expected)
 
 
 @pytest.mark.parametrize("family", mostly_slow(["qwen3_moe", "mixtral"]))
@@ -105,7 +105,7 @@ def test_two_ranks_with_half_of_the_experts_each_score_as_one_process_does(famil
         for number in range(5):
             items = [Item(tokens=tuple(entry["tokens"])) for entry in content(number)]
             scores = [score.value for score in reward.score(items)]  # type: ignore[union-attr]
-            good(server, 0, [scores], items=content(number))
+            check_scores(server, 0, [scores], items=content(number))
 
 
 def replaced(server: ServerProcess, pid: int) -> bool:
@@ -113,12 +113,12 @@ def replaced(server: ServerProcess, pid: int) -> bool:
         return False
     try:
         return [p.pid for p in ranks(server)] not in ([], [pid])
-    except (ValueError, psutil.NoSuchProcess):  # none, or on its way out
+    except (ValueError, psutil.NoSuchProcess):  # no rank, or one that is exiting
         return False
 
 
 class load:
-    """Clients that check every score; none may fail, get two answers or be left without one."""
+    """Clients that check every score; every request must get exactly one correct answer."""
 
     def __init__(self, server: ServerProcess, expected: list[list[float]], clients: int) -> None:
         self.server, self.expected, self.clients = server, expected, clients
@@ -136,7 +136,7 @@ class load:
         with httpx.Client(base_url=self.server.url) as http:
             while self.going:
                 number += self.clients
-                good(self.server, number, self.expected, http)
+                check_scores(self.server, number, self.expected, http)
                 self.answered[client] += 1
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +148,7 @@ class load:
 
 @pytest.mark.slow
 def test_malformed_requests_against_a_group_under_load(server: ServerProcess, expected: list[list[float]]) -> None:
-    """200 of every kind of A, among good ones: no hang, no failed neighbour, the same score at the end."""
+    """200 malformed requests among valid ones: no hang, no other request fails, the same scores at the end."""
     before = server.metric("plaudit_worker_restarts_total")
     with load(server, expected, 4):
         for number in range(200):
@@ -157,7 +157,7 @@ def test_malformed_requests_against_a_group_under_load(server: ServerProcess, ex
             failed = reply.status_code == 200 and "error" in reply.json()["items"][0]
             assert 400 <= reply.status_code < 500 or failed, reply.text
     for number in range(40):
-        good(server, number, expected)
+        check_scores(server, number, expected)
     assert server.metric("plaudit_worker_restarts_total") == before
 
 
@@ -188,19 +188,19 @@ def test_each_rank_killed_and_stopped_under_load(
         until("at work", lambda: sum(answered.values()) > done + CLIENTS)
     record_property("clients", CLIENTS)
     record_property("answered", sum(answered.values()))
-    gone = [p for p in (worker, other) if p.is_running()]
-    assert not psutil.wait_procs(gone, timeout=60)[1]
+    exiting = [p for p in (worker, other) if p.is_running()]
+    assert not psutil.wait_procs(exiting, timeout=60)[1]
 
 
 def own_ranks() -> list[psutil.Process]:
-    """Of this process: those of its servers are in other process groups."""
+    """The rank processes of this process; those of its servers are in other process groups."""
     below = psutil.Process().children(recursive=True)
     return [each for each in below if each.name() == "plaudit-ranks" and os.getpgid(each.pid) == os.getpgrp()]
 
 
 @pytest.mark.slow
-def test_the_ranks_are_a_rollout_engine() -> None:
-    """Samples of one process; and a rank that dies is an error, not a wait."""
+def test_a_ranked_engine_samples_like_one_process_and_raises_if_a_rank_dies() -> None:
+    """The samples equal those of one process; a dead rank raises an error instead of hanging."""
     prompts, params = ["7+8+4=", "3+9="], SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40)
     expected = Engine.load("sums-policy", device="cpu").generate(prompts, params)
     with ranked_engine("sums-policy", 2, device="cpu") as engine:
@@ -208,41 +208,41 @@ def test_the_ranks_are_a_rollout_engine() -> None:
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
         (other,) = own_ranks()
     assert not other.is_running()
-    began = ranked_engine("sums-policy", 2, device="cpu")
-    engine = began.__enter__()
+    context = ranked_engine("sums-policy", 2, device="cpu")
+    engine = context.__enter__()
     (other,) = own_ranks()
     other.kill()
     with pytest.raises(RankLost) as lost:
         engine.generate(prompts, params)
-    assert not began.__exit__(RankLost, lost.value, None)
+    assert not context.__exit__(RankLost, lost.value, None)
 
 
 def start(directory: Path, port: int, rank: int, *arguments: str, world: int = 2) -> tuple[ForkedCommand, Path]:
-    """One of several `plaudit serve`, as torchrun would start it, and where it says what is wrong."""
-    places = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    """Start one rank of `plaudit serve` as torchrun would; return it and its stderr file."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     output, errors = (directory / f"{name}-{rank}" for name in ("output", "errors"))
-    environment = {**places, "MASTER_PORT": str(port)}
+    environment = {**variables, "MASTER_PORT": str(port)}
     return ForkedCommand(["serve", *arguments], output, environment, errors, directory), errors
 
 
 def ended(child: ForkedCommand, errors: Path, seconds: float = 120) -> tuple[int, str]:
-    """Its exit code and what it said, without the log."""
+    """Its exit code and its stderr, without log lines."""
     try:
         code = child.wait(seconds)
     finally:
         child.kill()
-    said = errors.read_text()
-    lines = [line for line in said.splitlines() if line and not line.startswith("{")]
-    assert not any("Traceback" in line for line in lines), said
+    text = errors.read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("{")]
+    assert not any("Traceback" in line for line in lines), text
     return code, "\n".join(lines)
 
 
 @pytest.mark.slow
-def test_the_place_where_ranks_meet_stays_until_the_slowest_has_met(tmp_path: Path) -> None:
+def test_the_rendezvous_directory_stays_until_the_slowest_rank_has_joined(tmp_path: Path) -> None:
     fork_ranks(2, ["-m", "tests.serve.rank_meet", str(tmp_path)], tmp_path)
 
 
-def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_wrong_world_size_is_rejected_on_every_rank(tmp_path: Path) -> None:
     children = [start(tmp_path, 1, rank, "--model", "sums", "--tensor-parallel", "2", world=3) for rank in (0, 1)]
     for child in children:
         code, line = ended(*child)
@@ -251,7 +251,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None:
+def test_ranks_with_different_weights_exit_with_one_line_each(tmp_path: Path) -> None:
     for rank in (0, 1):
         copytree(EMBEDDED / "sums", tmp_path / str(rank) / "model")
     file = tmp_path / "1" / "model" / "model.safetensors"
@@ -269,20 +269,22 @@ def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_stage_with_damaged_weights_is_named(tmp_path: Path) -> None:
-    """Only it can see that; rank 0 sees a broken connection, and hears why."""
+def test_a_stage_with_damaged_weights_is_reported_with_its_rank(tmp_path: Path) -> None:
+    """Only this stage can detect it; rank 0 sees a broken connection and receives the reason."""
     file = copytree(EMBEDDED / "sums", tmp_path / "model") / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})
     arguments = ("--model", f"sums={tmp_path / 'model'}", "--pipeline-parallel", "2")
-    with ServerProcess(None, *arguments, wait=False) as began:
-        assert began.process.wait(120) == 2
-        assert "cannot serve sums: rank 1 of 2: LlamaForSequenceClassification gives values that are not" in began.log()
+    with ServerProcess(None, *arguments, wait=False) as failing:
+        assert failing.process.wait(120) == 2
+        assert (
+            "cannot serve sums: rank 1 of 2: LlamaForSequenceClassification gives values that are not" in failing.log()
+        )
 
 
 @pytest.mark.slow
-def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_node_is_reported_with_its_rank(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('[models.sums]\npath = "sums"\ntensor_parallel = 2\njoin_seconds = 2.0\n')
     code, line = ended(*start(tmp_path, free_port(), 0, "--config", str(config), "--port", "0"))
@@ -291,11 +293,11 @@ def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(expected: list[list[float]]) -> None:
+def test_torchrun_starts_and_stops_the_ranks(expected: list[list[float]]) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
     with ServerProcess(None, "--model", "sums", "--tensor-parallel", "2", launcher=launcher) as server:
         for number in range(5):
-            good(server, number, expected)
+            check_scores(server, number, expected)
         tree = psutil.Process(server.process.pid).children(recursive=True)
         (front,) = (p for p in tree if p.ppid() == server.process.pid and p.environ().get("RANK") == "0")
         front.terminate()
@@ -305,7 +307,7 @@ def test_torchrun(expected: list[list[float]]) -> None:
 
 @pytest.mark.slow
 @LONG
-def test_a_shape_that_does_not_divide_is_refused_before_it_serves() -> None:
-    with ServerProcess({"models": {"sums": {"path": "sums", "tensor_parallel": 3}}}, wait=False) as began:
-        assert began.process.wait(120) == 2
-        assert "/ 3 = " in began.log()
+def test_an_indivisible_model_shape_is_rejected_before_serving() -> None:
+    with ServerProcess({"models": {"sums": {"path": "sums", "tensor_parallel": 3}}}, wait=False) as failing:
+        assert failing.process.wait(120) == 2
+        assert "/ 3 = " in failing.log()

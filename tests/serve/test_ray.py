@@ -1,4 +1,4 @@
-"""Workers managed by Ray Serve: the same server behaviour, whatever dies behind it."""
+"""Workers managed by Ray Serve: the same server behaviour, also when replicas or the controller die."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def test_the_configuration_of_a_cluster_builds() -> None:
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
 
-    def wanted(*waiting: float) -> int:
+    def target(*waiting: float) -> int:
         context = SimpleNamespace(
             aggregated_metrics={"waiting": dict(enumerate(waiting))}, capacity_adjusted_min_replicas=2,
             capacity_adjusted_max_replicas=5, policy_state={},
         )  # fmt: skip
         return ByTokens(tokens=1000)(context)[0]  # type: ignore[arg-type]
 
-    assert [wanted(), wanted(0, 500), wanted(2500, 2400), wanted(90_000)] == [2, 2, 3, 5]
+    assert [target(), target(0, 500), target(2500, 2400), target(90_000)] == [2, 2, 3, 5]
 
 
 def actors(server: ServerProcess, kind: str) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.Process(server.process.pid).children(recursive=True):
         try:
             if kind in " ".join(process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def both_ready(server: ServerProcess) -> bool:
@@ -80,20 +80,20 @@ def test_replicas_and_the_controller_may_die_under_load(
 ) -> None:
     with Load(server) as load:
         used = server.metric("plaudit_replica_items_total", model="sums")
-        for blow in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
+        for sent_signal in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
             began = time.monotonic()
-            gone = actors(server, "ServeReplica:")[0]
-            gone.send_signal(blow)
+            victim = actors(server, "ServeReplica:")[0]
+            victim.send_signal(sent_signal)
             load.goes_on()
-            until("replaced", lambda gone=gone: not gone.is_running() or gone.status() == "zombie", 240)  # type: ignore[misc]
+            until("replaced", lambda victim=victim: not victim.is_running() or victim.status() == "zombie", 240)  # type: ignore[misc]
             until("both", lambda: both_ready(server), 240)
-            record_property(f"{blow.name}_both_ready_seconds", round(time.monotonic() - began, 1))
+            record_property(f"{sent_signal.name}_both_ready_seconds", round(time.monotonic() - began, 1))
         (controller,) = actors(server, "ServeController")
         if SOAK:
             controller.suspend()
             for _ in range(3):
                 load.goes_on()
-                assert server.ready()  # replicas serve on without it
+                assert server.ready()  # replicas keep serving without it
             controller.resume()
             load.goes_on()
         began = time.monotonic()

@@ -24,7 +24,7 @@ MOST = 100_000
 SECONDS = 240.0
 
 
-RUNNER = asyncio.Runner()  # one event loop: a reader comes back when its thread says so, which may be in the next test
+RUNNER = asyncio.Runner()  # one event loop: a reader's thread may return it during the next test
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +39,23 @@ def read(readers: BodyReaders, function: Any, body: bytes, *arguments: Any, tena
     return RUNNER.run(readers.run(function, body, arguments, MOST, tenant, time.monotonic() + SECONDS))
 
 
-def grown(chance: random.Random, depth: int) -> Any:
-    kind = chance.choice(["list", "dict", "text", "number", "numbers"]) if depth else "text"
+def random_tree(rng: random.Random, depth: int) -> Any:
+    kind = rng.choice(["list", "dict", "text", "number", "numbers"]) if depth else "text"
     if kind == "list":
-        return [grown(chance, depth - 1) for _ in range(chance.randrange(8))]
+        return [random_tree(rng, depth - 1) for _ in range(rng.randrange(8))]
     if kind == "dict":
-        return {str(place): grown(chance, depth - 1) for place in range(chance.randrange(8))}
+        return {str(index): random_tree(rng, depth - 1) for index in range(rng.randrange(8))}
     if kind == "numbers":
-        return list(range(chance.choice([0, 3, PIECE, 3 * PIECE + 1])))
+        return list(range(rng.choice([0, 3, PIECE, 3 * PIECE + 1])))
     if kind == "number":
-        return chance.choice([None, True, 1, -2.5, 2**63])
-    return "ж😀a"[: chance.randrange(4)] * chance.choice([1, 50, 20 * PIECE])
+        return rng.choice([None, True, 1, -2.5, 2**63])
+    return "ж😀a"[: rng.randrange(4)] * rng.choice([1, 50, 20 * PIECE])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_give_the_tree_again(seed: int) -> None:
-    chance = random.Random(seed)
-    tree = {"first": [grown(chance, 4) for _ in range(4)], "second": grown(chance, 4)}
+def test_pieces_reassemble_to_the_tree(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = {"first": [random_tree(rng, 4) for _ in range(4)], "second": random_tree(rng, 4)}
     assembler = Assembler()
     for operation, value in TreeSplitter(MOST).cut(tree):
         assembler.add(*msgspec.msgpack.decode(msgspec.msgpack.encode((operation, value)), type=tuple[int, Any]))
@@ -71,7 +71,7 @@ def test_no_piece_is_large() -> None:
     assert max(sizes) < 40 * PIECE
 
 
-def test_what_costs_the_collector_is_bounded() -> None:
+def test_the_number_of_json_values_and_the_depth_are_bounded() -> None:
     for tree in ([[]] * 11, ["a"] * 11, {str(n): 1 for n in range(11)}, [{"a": 1}] * 6):
         with pytest.raises(TreeError, match="more than 10 JSON values other than numbers"):
             list(TreeSplitter(10).cut(tree))
@@ -82,7 +82,7 @@ def test_what_costs_the_collector_is_bounded() -> None:
         list(TreeSplitter(1000).cut(deep))
 
 
-def test_a_reader_gives_what_the_function_gives_here(readers: BodyReaders) -> None:
+def test_a_reader_returns_what_the_function_returns_in_process(readers: BodyReaders) -> None:
     items = [
         {"prompt": [{"role": "user", "content": "7+8="}], "responses": ["#15", ["7+8=15;", "#15"]]},
         {"text": "ж" * 70_000}, {"tokens": list(range(30_000))}, {"prompt": "1+1="}, {"text": "a", "truth": {"a": [1]}},
@@ -113,7 +113,9 @@ def test_a_reader_gives_what_the_function_gives_here(readers: BodyReaders) -> No
         (b'{"a": 123456789012345678901234567890}', 422, "an integer of more than 64 bits"),
     ],
 )
-def test_a_reader_refuses_as_the_server_would(readers: BodyReaders, body: bytes, status: int, message: str) -> None:
+def test_a_reader_rejects_bodies_with_the_servers_errors(
+    readers: BodyReaders, body: bytes, status: int, message: str
+) -> None:
     with pytest.raises(HttpError, match=message) as caught:
         read(readers, json_object, body)
     assert caught.value.status == status
@@ -143,11 +145,11 @@ def test_only_small_bodies_are_decoded_in_the_server(readers: BodyReaders) -> No
 
     for size in (1000, THREAD_BYTES, THREAD_BYTES + 1):
         RUNNER.run(run(size))
-    RUNNER.run(run(THREAD_BYTES + 1, json_bytes=1000))  # tensors behind a little JSON
+    RUNNER.run(run(THREAD_BYTES + 1, json_bytes=1000))  # tensors after a little JSON
     assert places == ["loop", "thread", "process", "thread"]
 
 
-def test_a_key_has_one_reader_and_others_have_their_turns(readers: BodyReaders) -> None:
+def test_a_key_uses_one_reader_and_other_keys_take_turns(readers: BodyReaders) -> None:
     order: list[str] = []
 
     async def one(several: BodyReaders, tenant: str) -> None:
@@ -177,7 +179,7 @@ def outcome(readers: BodyReaders) -> Any:
         return str(error)
 
 
-def test_a_reader_that_ends_is_replaced_and_waiting_stops(readers: BodyReaders) -> None:
+def test_an_exited_reader_is_replaced_and_waiting_ends_at_the_deadline(readers: BodyReaders) -> None:
     read(readers, json_object, b"{}")
     for reader in readers._all:
         if reader._child is not None:

@@ -31,7 +31,7 @@ from tests.serve.test_link import shown, work
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 CLIENTS = 64 if SOAK else 8
-PATIENCE = pytest.mark.timeout(1200 if SOAK else 300)  # 64 clients leave little of two cores for a worker to start
+PATIENCE = pytest.mark.timeout(1200 if SOAK else 300)  # 64 clients leave little of two cores to a starting worker
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Seat:
     budget: int = 100
 
 
-def test_works_with_one_beginning_meet_again() -> None:
+def test_works_with_the_same_prefix_go_to_the_same_replica() -> None:
     affinity, seats = Affinity(), [Seat(0), Seat(1), Seat(2)]
     prompts = [[n] * 40 for n in range(6)]
     first = []
@@ -55,11 +55,11 @@ def test_works_with_one_beginning_meet_again() -> None:
         assert affinity.choose([*prompt, 1, 2, 3], "", seats).number == first[n]
 
 
-def test_the_longest_beginning_decides_and_another_key_has_its_own() -> None:
+def test_the_longest_prefix_decides_and_keys_do_not_share_prefixes() -> None:
     affinity, seats = Affinity(), [Seat(0), Seat(1)]
     system, a, b = [1] * 16, [2] * 32, [3] * 32
     assert affinity.choose(system + a, "", seats).number == 0
-    seats[0].in_flight_tokens = 150  # more than a budget above the other: the beginning moves with the work
+    seats[0].in_flight_tokens = 150  # more than a budget above the other: the prefix moves with the work
     assert affinity.choose(system + b, "", seats).number == 1
     seats[0].in_flight_tokens = 0
     assert affinity.choose(system + a + [9], "", seats).number == 0
@@ -68,18 +68,18 @@ def test_the_longest_beginning_decides_and_another_key_has_its_own() -> None:
     assert affinity.choose(system + b, "somebody else", seats).number == 0
 
 
-def test_load_wins_over_memory() -> None:
+def test_balance_wins_over_a_cached_prefix() -> None:
     affinity, seats = Affinity(), [Seat(0), Seat(1)]
     prompt = [5] * 64
     assert affinity.choose(prompt, "", seats).number == 0
     seats[0].in_flight_tokens = 100
-    assert affinity.choose(prompt, "", seats).number == 0  # a budget more is still worth the cache
+    assert affinity.choose(prompt, "", seats).number == 0  # one budget more is still worth the cached prefix
     seats[0].in_flight_tokens = 101
     assert affinity.choose(prompt, "", seats).number == 1
-    assert affinity.choose(prompt, "", [seats[0]]).number == 0  # the other has no room
+    assert affinity.choose(prompt, "", [seats[0]]).number == 0  # the other is not a candidate
 
 
-def test_replicas_follow_the_tokens_that_wait() -> None:
+def test_autoscaling_follows_the_waiting_tokens() -> None:
     rule = Autoscale(1, 4, 1000)
     assert [rule.wanted(1, 2500, 1.0) for _ in range(int(UP_SECONDS))] == [1] * (int(UP_SECONDS) - 1) + [3]
     assert rule.wanted(3, 100_000, UP_SECONDS) == 4
@@ -101,7 +101,7 @@ async def until_true(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_a_dead_replica_held_is_computed_by_the_other() -> None:
+def test_works_of_a_dead_replica_are_computed_by_the_other() -> None:
     async def use(deployment: Deployment) -> None:
         process(deployment, 0).suspend()
         ticket = deployment.submit([work(n) for n in range(300)], tenant="a")
@@ -115,17 +115,17 @@ def test_what_a_dead_replica_held_is_computed_by_the_other() -> None:
     deployed(use, [], 2)
 
 
-def test_a_killer_is_found_among_several_replicas() -> None:
+def test_a_crashing_work_is_isolated_among_several_replicas() -> None:
     async def use(deployment: Deployment) -> None:
         ticket = deployment.submit([work(n) for n in range(50)], tenant="a")
         await asyncio.wait_for(ticket.done, 60)
-        found = [shown(answer) for answer in ticket.answers]
-        assert found == [n if n != 7 else "worker_crash" for n in range(50)]
+        results = [shown(answer) for answer in ticket.answers]
+        assert results == [n if n != 7 else "worker_crash" for n in range(50)]
 
     deployed(use, [7], 2)
 
 
-def test_replicas_come_and_leave_while_works_wait() -> None:
+def test_replicas_are_added_and_removed_while_works_wait() -> None:
     async def use(deployment: Deployment) -> None:
         async def load() -> None:
             for _ in range(200):
@@ -180,7 +180,7 @@ class Load:
         self.going = True
 
     def ask(self, client: int) -> None:
-        # With connections of its own: a pool that many threads share may close one that is just being taken.
+        # Each client has its own pool: a shared pool may close a connection that another thread is about to use.
         with httpx.Client(base_url=self.server.url, timeout=300) as http:
             self.keep_asking(http, client)
 
@@ -191,8 +191,8 @@ class Load:
             assert reply.status_code == 200, reply.text
             version = reply.json()["version"]
             sign = 1 if version == self.first else -1
-            found = [sign * item["scores"][0] for item in reply.json()["items"]]
-            assert found == pytest.approx(self.scores[number], abs=5e-5)
+            actual = [sign * item["scores"][0] for item in reply.json()["items"]]
+            assert actual == pytest.approx(self.scores[number], abs=5e-5)
             self.versions[version] += 1
 
     def __enter__(self) -> Load:
@@ -217,8 +217,8 @@ class Load:
 
 
 def replicas(server: ServerProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = server.http.get("/stats").json()["models"][0]["replicas"]
-    return found
+    states: list[dict[str, Any]] = server.http.get("/stats").json()["models"][0]["replicas"]
+    return states
 
 
 @PATIENCE
@@ -234,15 +234,15 @@ def test_a_third_replica_takes_traffic_and_a_killed_or_stopped_one_costs_nothing
         until("three", lambda: [r["state"] for r in replicas(server)] == ["ready"] * 3, 240)
         load.goes_on()
         until("used", lambda: server.metric("plaudit_replica_items_total", replica="2") > 0)
-        for blow in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
+        for sent_signal in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
             began = time.monotonic()
             before = sum(replica["restarts"] for replica in replicas(server))
-            server.workers()[0].send_signal(blow)
+            server.workers()[0].send_signal(sent_signal)
             load.goes_on()
             assert server.ready()  # the others serve
             until("back", lambda before=before: sum(r["restarts"] for r in replicas(server)) > before)  # type: ignore[misc]
             until("three", lambda: [r["state"] for r in replicas(server)] == ["ready"] * 3, 240)
-            record_property(f"{blow.name}_all_ready_seconds", round(time.monotonic() - began, 1))
+            record_property(f"{sent_signal.name}_all_ready_seconds", round(time.monotonic() - began, 1))
     load.record(record_property)
 
 
@@ -251,7 +251,7 @@ def test_a_third_replica_takes_traffic_and_a_killed_or_stopped_one_costs_nothing
 def test_a_new_version_under_load(
     server: ServerProcess, record_property: Callable[[str, object], None]
 ) -> None:  # fmt: skip
-    """No error, no reply with two versions, none without."""
+    """No error, and every reply has exactly one version."""
     with Load(server) as load:
         reply = server.http.post(
             "/admin/swap", json={"model": "sums", "path": "two"}, headers={"authorization": "Bearer admin-admin"},

@@ -29,7 +29,7 @@ POSITIONS = 4096
 STEP_POSITIONS = 12288
 SLOW_SECONDS = 2.0
 MEGABYTE = 1 << 20
-NINE = 13  # the token of that digit
+NINE = 13  # the token of the digit 9
 BINARY = "application/x-plaudit-tokens"
 
 
@@ -69,7 +69,7 @@ def scores(target: Target, items: list[Any], model: str = "sums", **fields: Any)
 # The body
 
 
-def test_no_body(target: Target) -> None:
+def test_an_empty_body_is_400(target: Target) -> None:
     """A1: an empty body is 400."""
     target.refused(target.post(b""), 400, "empty_body")
     target.refused(target.raw(target.head() + b"\r\n"), 400, "empty_body")
@@ -80,13 +80,13 @@ def test_no_body(target: Target) -> None:
     "body",
     [b"{", b'{"items": [{"text": "1', b"two", b'{"items": [NaN]}', b"\xef\xbb\xbf{}", b"\x00", b'{"items": []}{}'],
 )
-def test_malformed_json(target: Target, body: bytes) -> None:
-    """A2: what is not JSON is 400."""
+def test_malformed_json_is_400(target: Target, body: bytes) -> None:
+    """A2: a body that is not JSON is 400."""
     target.refused(target.post(body), 400, "invalid_json")
 
 
-def test_content_types(target: Target) -> None:
-    """A3: JSON by whatever name but its own is 415; without a name it is taken as JSON."""
+def test_content_types_other_than_json_are_415(target: Target) -> None:
+    """A3: a content type other than JSON is 415; without one the body is parsed as JSON."""
     body = json.dumps({"items": [KNOWN]}).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "a" * 5000):
         target.refused(target.post(body, content_type=kind), 415, "unsupported_type")
@@ -95,8 +95,8 @@ def test_content_types(target: Target) -> None:
     assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_deep_json(target: Target) -> None:
-    """A4: 10,000 levels are 400; what is deep but still JSON costs only its item."""
+def test_deeply_nested_json_is_rejected(target: Target) -> None:
+    """A4: 10,000 levels are 400 (422 if the body is a list); deep but valid JSON fails at most its item."""
     target.refused(target.post(b"[" * 10_000 + b"]" * 10_000), 422, "invalid_request")
     for deep in (b'{"items": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b'{"items": [' + b'{"truth":' * 100_000):
         target.refused(target.post(deep), 400, "invalid_json")
@@ -109,20 +109,20 @@ def test_deep_json(target: Target) -> None:
         target.sound()
 
 
-def test_announced_size(target: Target) -> None:
-    """A5: a Content-Length over the limit is 413 before a byte of the body has come."""
+def test_a_content_length_over_the_limit_is_413(target: Target) -> None:
+    """A5: a Content-Length over the limit is 413 before any byte of the body arrives."""
     target.refused(target.raw(target.head("Content-Length: 1000000000") + b"\r\n"), 413, "too_large")
     target.refused(target.raw(target.head(f"Content-Length: {BODY_BYTES + 1}") + b"\r\n"), 413, "too_large")
 
 
-def test_a_client_that_sends_all_of_a_large_body_still_learns_why(target: Target) -> None:
-    """A5: the connection is not reset under a client that is busy sending."""
+def test_a_client_that_sends_a_whole_large_body_still_gets_413(target: Target) -> None:
+    """A5: the connection is not reset while the client is still sending."""
     for _ in range(3):
         target.refused(target.post(b" " * (16 * MEGABYTE)), 413, "too_large")
 
 
-def test_chunked_bodies(target: Target) -> None:
-    """A6: chunks are taken up to the limit, and no memory beyond it."""
+def test_chunked_bodies_are_limited_in_size_and_memory(target: Target) -> None:
+    """A6: chunks are accepted up to the limit, without allocating memory beyond it."""
     body = json.dumps({"items": [KNOWN]}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:9], body[9:10], body[10:])) + b"0\r\n\r\n"
     answer = target.raw(target.head("Transfer-Encoding: chunked") + b"\r\n" + chunks)
@@ -137,8 +137,8 @@ def test_chunked_bodies(target: Target) -> None:
         )
 
 
-def test_two_lengths(target: Target) -> None:
-    """A6: a body whose length is given in two ways is refused, as somebody else may read it otherwise."""
+def test_conflicting_body_lengths_are_400(target: Target) -> None:
+    """A6: a body with two lengths or an invalid one is rejected, because a proxy may read it differently."""
     for lines in (
         ("Content-Length: 2", "Content-Length: 3"),
         ("Content-Length: 2", "Transfer-Encoding: chunked"),
@@ -149,8 +149,8 @@ def test_two_lengths(target: Target) -> None:
         target.refused(target.raw(target.head(*lines) + b"\r\n{}"), 400, "bad_http")
 
 
-def test_packed_bodies(target: Target) -> None:
-    """A7: a gigabyte packed into a megabyte is 413 and takes no memory; broken packing is 400, unknown 415."""
+def test_compressed_bodies_are_limited_by_their_decompressed_size(target: Target) -> None:
+    """A7: a gigabyte compressed into a megabyte is 413 and takes no memory; corrupt compression is 400, unknown 415."""
     body = json.dumps({"items": [KNOWN]}).encode()
     for packed, coding in ((gzip.compress(body), "gzip"), (zlib.compress(body), "deflate")):
         reply = target.post(packed, content_encoding=coding)
@@ -168,8 +168,8 @@ def test_packed_bodies(target: Target) -> None:
     target.refused(target.post(body, content_encoding="gzip, gzip"), 415, "unsupported_encoding")
 
 
-def test_large_heads(target: Target) -> None:
-    """A8: 5 MB of one header, a thousand headers, an endless path: 431, and no memory."""
+def test_large_headers_are_431(target: Target) -> None:
+    """A8: 5 MB of one header, a thousand headers, an endless path: 431, without allocating memory."""
     before = target.peak_bytes()
     target.refused(target.raw(target.head("X: " + "a" * (5 * MEGABYTE))), 431, "headers_too_large")
     target.refused(target.raw(target.head(*(f"X-{i}: 1" for i in range(1000))) + b"\r\n"), 431, "headers_too_large")
@@ -181,25 +181,25 @@ def test_large_heads(target: Target) -> None:
     assert target.raw(target.head(*full, f"Content-Length: {len(body)}") + b"\r\n" + body).status == 200
 
 
-def test_slow_clients(target: Target) -> None:
-    """A9: 200 clients that send a byte now and then are dropped in time, and the others do not feel them."""
+def test_slow_clients_are_disconnected_without_delaying_others(target: Target) -> None:
+    """A9: 200 clients that send a byte now and then are disconnected in time and do not delay others."""
     heads = [target.connect() for _ in range(100)]
     bodies = [target.connect() for _ in range(100)]
     for sock in bodies:
         sock.sendall(target.head("Content-Length: 1000") + b"\r\n")
     rest = iter(target.head("X-Slow: " + "a" * 100))
-    took = []
+    durations = []
     began = time.monotonic()
     while time.monotonic() - began < SLOW_SECONDS + 0.5:
         letter = bytes([next(rest)])
         for sock in (*heads, *bodies):
-            with suppress(OSError):  # dropped
+            with suppress(OSError):  # disconnected
                 sock.sendall(letter)
-        asked = time.monotonic()
+        started = time.monotonic()
         target.sound()
-        took.append(time.monotonic() - asked)
+        durations.append(time.monotonic() - started)
         time.sleep(0.1)
-    assert statistics.median(took) < 1.0
+    assert statistics.median(durations) < 1.0
     for sock in heads:
         with sock, suppress(ConnectionResetError):
             assert sock.recv(100) == b""
@@ -210,8 +210,8 @@ def test_slow_clients(target: Target) -> None:
     target.refused(target_error, 408, "slow_body")
 
 
-def test_a_slow_body_where_none_belongs(target: Target) -> None:
-    """A9: also a GET cannot hold its connection with a body that never ends."""
+def test_a_get_request_with_an_endless_body_is_closed(target: Target) -> None:
+    """A9: nor can a GET request keep its connection open with an endless body."""
     with target.connect() as sock:
         sock.sendall(target.head("Content-Length: 1000", method="GET", path="/health/live") + b"\r\n")
         answer = read_answer(sock)
@@ -220,8 +220,8 @@ def test_a_slow_body_where_none_belongs(target: Target) -> None:
         assert sock.recv(100) == b""
 
 
-def test_not_http(target: Target) -> None:
-    """A8: what is not HTTP gets an answer that a person can read."""
+def test_data_that_is_not_http_gets_a_readable_400(target: Target) -> None:
+    """A8: data that is not HTTP gets a readable error."""
     for data in (
         b"hello\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
@@ -238,15 +238,15 @@ def test_not_http(target: Target) -> None:
 # The items
 
 
-def test_no_items(target: Target) -> None:
+def test_a_request_without_items_is_422(target: Target) -> None:
     """A10: an empty list of items is 422, an empty list of responses is the item's error."""
     target.refused(target.server.rewards([]), 422, "no_items")
     target.item_refused({"prompt": "1+2=", "responses": []}, "invalid_item")
     target.refused(target.post(struct.pack("<II", 0, 0), content_type=BINARY), 422, "no_items")
 
 
-def test_empty_texts(target: Target) -> None:
-    """A11: an empty prompt or response has a score, for the begin and end tokens are there; an empty text has none."""
+def test_empty_texts_are_scored_or_errors_of_their_item(target: Target) -> None:
+    """A11: an empty prompt or response has a score, because begin and end tokens are added; an empty text has none."""
     items = [{"prompt": "1+2=", "responses": [""]}, {"prompt": "", "responses": ["#3", ""]}]
     assert np.isfinite(np.concatenate(scores(target, items))).all()
     target.item_refused({"text": ""}, "empty")
@@ -255,8 +255,8 @@ def test_empty_texts(target: Target) -> None:
     target.item_refused({"prompt": "1+2=", "responses": [["1+2=3;", ""]]}, "bad_steps", "sums-steps")
 
 
-def test_item_count(target: Target) -> None:
-    """A12: as many responses as the limit says, and not one more."""
+def test_the_number_of_items_is_limited(target: Target) -> None:
+    """A12: as many responses as the limit are accepted, and not one more."""
     assert len(scores(target, [KNOWN] * ITEMS)) == ITEMS
     error = target.refused(target.server.rewards([KNOWN] * (ITEMS + 1)), 422, "too_many_items")
     assert str(ITEMS) in error["message"]
@@ -266,8 +266,8 @@ def test_item_count(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_longest_input(target: Target) -> None:
-    """A13: as many tokens as the model takes are scored; one more is an error, or is cut if the caller says so."""
+def test_inputs_over_the_maximum_length_are_errors_or_truncated(target: Target) -> None:
+    """A13: as many tokens as the model accepts are scored; one more is an error, or is truncated on request."""
     at_limit, over = {"tokens": [5] * POSITIONS}, {"tokens": [5] * (POSITIONS + 1)}
     assert np.isfinite(scores(target, [at_limit])).all()
     error = target.item_refused(over, "too_long")
@@ -280,19 +280,19 @@ def test_longest_input(target: Target) -> None:
     assert cut["scores"] == [pytest.approx(scores(target, [at_limit])[0][0], abs=5e-5)]
 
 
-def test_input_longer_than_the_budget_of_a_step(target: Target) -> None:
-    """A14: the model computes 64 tokens at a time here, and longer inputs in parts: none waits for ever."""
+def test_inputs_longer_than_the_step_budget_get_the_same_score(target: Target) -> None:
+    """A14: the budget of a step is 64 tokens here; longer inputs are computed in chunks, and none waits forever."""
     from plaudit.records import Item
     from plaudit.reward import load_reward
 
     pairs = [("3+4+5=", "3+4=7;7+5=12;#12" * n) for n in (1, 4, 12)]
     expected = [s.value for s in load_reward("sums").score([Item(prompt=p, response=r) for p, r in pairs])]  # type: ignore[union-attr]
-    found = scores(target, [{"prompt": p, "responses": [r]} for p, r in pairs], cache=False)
-    assert np.allclose(np.concatenate(found), expected, atol=5e-5)
+    actual = scores(target, [{"prompt": p, "responses": [r]} for p, r in pairs], cache=False)
+    assert np.allclose(np.concatenate(actual), expected, atol=5e-5)
 
 
-def test_one_bad_item_among_many(target: Target) -> None:
-    """A15: 63 scores are those of a clean run, and the bad item alone has an error."""
+def test_one_bad_item_among_many_fails_alone(target: Target) -> None:
+    """A15: 63 scores are those of a clean run, and only the bad item has an error."""
     good = [{"prompt": f"{n}+4=", "responses": [f"{n}+4={n + 4};#{n + 4}"]} for n in range(10, 10 + ITEMS - 1)]
     clean = scores(target, good, cache=False)
     for bad in ({"tokens": [10**6]}, {"texts": "1"}, 7, None, "1+2=3", {"prompt": 1, "responses": ["2"]}, {}):
@@ -301,8 +301,8 @@ def test_one_bad_item_among_many(target: Target) -> None:
         assert np.allclose(np.concatenate([i["scores"] for i in items]), np.concatenate(clean), atol=5e-5)
 
 
-def test_strange_text(target: Target) -> None:
-    """A16: NUL, BOM and odd characters have a score; a lone surrogate is its item's error and nobody else's."""
+def test_unusual_characters_are_scored_and_lone_surrogates_are_item_errors(target: Target) -> None:
+    """A16: NUL, BOM and unusual characters have a score; a lone surrogate is an error of its item only."""
     odd = ["\0", "\ufeff#3", "#3\u202e", "\U0001f600", "\ufdd0", "\u0301" * 500, "\r\n\t\x1b[31m"]
     assert np.isfinite(np.concatenate(scores(target, [{"prompt": "1+2=", "responses": odd}]))).all()
     good = json.dumps(KNOWN)
@@ -323,12 +323,12 @@ def test_strange_text(target: Target) -> None:
     target.item_refused({"prompt": "1+2=", "responses": ["\0" * 300_000]}, "too_long")
 
 
-def test_control_tokens_in_texts(target: Target) -> None:
-    """A17: what looks like a control token or a step tag in somebody's text is only text."""
+def test_control_tokens_in_texts_are_plain_text(target: Target) -> None:
+    """A17: text that looks like a control token is plain text; a step tag is that or an error of its item."""
     vocabulary = load_tokenizer("sums").get_vocab()
     reply = target.server.rewards([{"prompt": "1+2=", "responses": ["#3<eos>"]}]).json()
     assert reply["usage"]["tokens"] == 1 + len("1+2=#3<eos>") + 1
-    rendered = target.server.rewards([{"text": "1+2=#3<eos>"}]).json()  # here the caller says that it counts
+    rendered = target.server.rewards([{"text": "1+2=#3<eos>"}]).json()  # in `text` the caller's control tokens count
     assert rendered["usage"]["tokens"] == 1 + len("1+2=#3") + 1
     assert "<eos>" in vocabulary
     steps = [["1+2=3;4;5;<eos>", "#3<pad>"], ["<bos>", ";"], ["1+2=3;", "#3"]]
@@ -347,8 +347,8 @@ def test_control_tokens_in_texts(target: Target) -> None:
      "false", '"5"', "null", "[5]"],
     ids=lambda token: token[:20],
 )  # fmt: skip
-def test_bad_tokens(target: Target, token: str) -> None:
-    """A18: a token that is no token of the model is its item's error and never reaches the model."""
+def test_invalid_tokens_are_item_errors(target: Target, token: str) -> None:
+    """A18: an invalid token is an error of its item and never reaches the model."""
     body = json.dumps({"items": [{"tokens": [1, 5, 0]}, KNOWN]}).replace("0]", f"{token}]", 1)
     reply = target.post(body.encode())
     assert reply.status_code == 200, reply.text
@@ -358,7 +358,7 @@ def test_bad_tokens(target: Target, token: str) -> None:
     assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_bad_binary_tokens(target: Target) -> None:
+def test_invalid_tokens_in_a_binary_body_are_item_errors(target: Target) -> None:
     """A18: the same in the binary form."""
     rows = [[1, 5, 6], [1, -5], [1, 2**31 - 1], [1, 18]]
     offsets = np.cumsum([0, *map(len, rows)]).astype("<u4")
@@ -372,7 +372,7 @@ def test_bad_binary_tokens(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_steps(target: Target) -> None:
+def test_every_step_has_a_score_or_its_item_has_an_error(target: Target) -> None:
     """A19: no step, one, thousands: as many scores as steps, or an error."""
     assert [len(s) for s in _steps(target, "1+2=", "#3", "1+2=3;#3", ";;;#3", ["1"] * 10_000)] == [1, 2, 4, 10_000]
     for response in ("", [], [""], ["1+2=3;", 3], ["1", None], "1" * STEP_POSITIONS, ["1;"] * STEP_POSITIONS):
@@ -385,8 +385,8 @@ def test_steps(target: Target) -> None:
     target.refused(target.server.rewards([KNOWN], steps=True), 422, "not_a_process_model")
 
 
-def test_steps_that_the_tokenizer_joins(target: Target) -> None:
-    """A20: a tokenizer that merges over the borders of steps still gives each step its own score."""
+def test_steps_that_the_tokenizer_merges_have_one_score_each(target: Target) -> None:
+    """A20: each step has its own score, also with a tokenizer that merges across step boundaries."""
     reply = target.server.rewards(
         [{"prompt": "1+2", "responses": [["Step", " Step", "к и"], "one\ntwo\nк", ["+", "-"]]}], "tagged", steps=True
     ).json()
@@ -398,13 +398,13 @@ def test_steps_that_the_tokenizer_joins(target: Target) -> None:
 def _steps(target: Target, prompt: str, *responses: Any) -> list[list[float]]:
     reply = target.server.rewards([{"prompt": prompt, "responses": list(responses)}], "sums-steps", steps=True)
     assert reply.status_code == 200, reply.text
-    found: list[list[float]] = reply.json()["items"][0]["steps"]
-    assert all(np.isfinite(np.array(s, dtype=float)).all() for s in found)
-    return found
+    steps: list[list[float]] = reply.json()["items"][0]["steps"]
+    assert all(np.isfinite(np.array(s, dtype=float)).all() for s in steps)
+    return steps
 
 
-def test_model_that_gives_nan(target: Target) -> None:
-    """A21: a score that is no number is an error of its item, is counted, and never reaches JSON."""
+def test_nan_scores_are_item_errors(target: Target) -> None:
+    """A21: a non-finite score is an error of its item, is counted, and never reaches JSON."""
     before = target.server.metric("plaudit_errors_total", type="nonfinite_score")
     reply = target.server.rewards([KNOWN, {"text": "4+5=9"}, {"prompt": "4+5=", "responses": ["#9", "#8"]}], "broken")
     assert reply.status_code == 200
@@ -419,7 +419,7 @@ def test_model_that_gives_nan(target: Target) -> None:
     target.sound()
 
 
-def test_unknown_names_and_wrong_types(target: Target) -> None:
+def test_unknown_names_and_wrong_types_are_rejected(target: Target) -> None:
     """A22: an unknown model is 404, an unknown field or a wrong type 422; in an item it is the item's error."""
     error = target.refused(target.server.rewards([KNOWN], "sum"), 404, "unknown_model")
     assert "did you mean 'sums'" in error["message"]
@@ -440,18 +440,18 @@ def test_unknown_names_and_wrong_types(target: Target) -> None:
         target.refused(reply, 422, "invalid_request")
 
 
-def test_the_same_request_id_twice(target: Target) -> None:
-    """A23: requests that share an id, at the same time, each get their own scores."""
+def test_concurrent_requests_with_the_same_id_get_their_own_scores(target: Target) -> None:
+    """A23: concurrent requests with one id each get their own scores."""
     items = [{"prompt": f"{n}+1=", "responses": [f"#{n + 1}"]} for n in range(24)]
     expected = np.concatenate(scores(target, items))
 
-    def ask(item: Any) -> Any:
+    def send(item: Any) -> Any:
         return target.server.http.post(
             "/v1/rewards", json={"items": [item], "cache": False}, headers={"x-request-id": "same"}
         ).json()
 
     with ThreadPoolExecutor(12) as threads:
-        replies = list(threads.map(ask, items))
+        replies = list(threads.map(send, items))
     assert {reply["request_id"] for reply in replies} == {"same"}
     assert np.allclose([reply["items"][0]["scores"][0] for reply in replies], expected, atol=5e-5)
 
@@ -473,22 +473,22 @@ def test_the_same_request_id_twice(target: Target) -> None:
     ],
     ids=str,
 )
-def test_bad_messages(target: Target, messages: Any) -> None:
-    """A24: roles and contents that are none, and what the template cannot take, are the item's error."""
+def test_invalid_messages_are_item_errors(target: Target, messages: Any) -> None:
+    """A24: invalid roles and contents, and messages that the template rejects, are errors of the item."""
     reply = target.server.rewards([{"messages": messages}, {"prompt": messages, "responses": ["#3"]}, KNOWN])
     assert reply.status_code == 200, reply.text
-    whole, opening, good = reply.json()["items"]
-    if "error" in whole:
-        assert whole["error"]["type"] in ("bad_messages", "invalid_item")
-        clean_message(whole["error"]["message"])
+    conversation, opening, good = reply.json()["items"]
+    if "error" in conversation:
+        assert conversation["error"]["type"] in ("bad_messages", "invalid_item")
+        clean_message(conversation["error"]["message"])
     else:
-        assert messages[0].get("content", 5) == 5  # this model's template writes what it is given
+        assert messages[0].get("content", 5) == 5  # this model's template renders any content
     assert "error" in opening or np.isfinite(opening["scores"]).all()
     assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_templates_in_requests(target: Target) -> None:
-    """A25: a request brings no template and no options for one."""
+def test_templates_in_requests_are_rejected(target: Target) -> None:
+    """A25: a request cannot contain a template or template options."""
     loop = "{% for i in range(10**9) %}{% endfor %}"
     for name, value in (("chat_template", loop), ("chat_template_kwargs", {"chat_template": loop}), ("template", loop)):
         target.refused(target.server.rewards([KNOWN], **{name: value}), 422, "invalid_request")
@@ -498,27 +498,27 @@ def test_templates_in_requests(target: Target) -> None:
     target.sound()
 
 
-def test_long_texts_keep_nobody_waiting(target: Target) -> None:
-    """A26: a megabyte without a space is tokenised beside the event loop, and health answers meanwhile."""
-    longest = "1" * (64 * POSITIONS - 100)  # what is longer is not tokenised at all
+def test_long_texts_do_not_delay_health_checks(target: Target) -> None:
+    """A26: a megabyte without a space is tokenised outside the event loop, and health checks answer meanwhile."""
+    longest = "1" * (64 * POSITIONS - 100)  # longer texts are not tokenised at all
     slow = {"prompt": "1+2=", "responses": [longest] * 4}
     done = threading.Event()
     replies: list[Any] = []
 
-    def ask() -> None:
+    def send() -> None:
         replies.append(target.server.rewards([slow], cache=False))
         done.set()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send)
     thread.start()
-    took = []
+    durations = []
     while not done.is_set():
         began = time.monotonic()
         assert target.server.http.get("/health/live").status_code == 200
-        took.append(time.monotonic() - began)
+        durations.append(time.monotonic() - began)
     thread.join()
     assert replies[0].json()["items"][0]["error"]["type"] == "too_long"
-    assert len(took) >= 5, "health waited until the texts were read"
-    assert statistics.median(took) < 1.0
+    assert len(durations) >= 5, "health waited until the texts were read"
+    assert statistics.median(durations) < 1.0
     target.item_refused({"prompt": "1+2=", "responses": ["1" * MEGABYTE]}, "too_long")
     target.item_refused({"prompt": "1+2=", "responses": [["1" * 1000] * 1000]}, "too_long", "sums-steps")

@@ -27,12 +27,13 @@ from tests.serve.hostile import KNOWN, LEAK, Answer, Target, clean_error, clean_
 from tests.serve.process import ServerProcess
 
 ANN, BOB, ADMIN = "key-of-ann-1234", "key-of-bob-5678", "key-of-admin-9012"
-# What anybody may ask for: pages, health, the version. Every other route needs a key, also those that come later.
+# Routes that need no key: pages, health, the version. Every other route needs one, including future routes.
 OPEN = re.compile(
     r"/|/docs|/openapi\.json|(/[a-z]+)?(/version|/ping|/health(/live|/ready|_generate)?|/v2/health/(live|ready))"
     r"|/v2/models/\w+(/versions/1)?/ready"
 )
-OURS = {"/v1/rewards", "/v1/models", "/admin/swap", "/metrics", "/stats"}  # others speak the errors of other servers
+# Routes with Plaudit's error format; the others use the formats of other servers.
+OURS = {"/v1/rewards", "/v1/models", "/admin/swap", "/metrics", "/stats"}
 CANARY = "canary"
 BINARY = "application/x-plaudit-tokens"
 TEMPLATE_SECONDS = 5.0
@@ -78,7 +79,7 @@ def swap(target: Target, path: str, model: str = "sums", key: str = ADMIN) -> ht
 
 
 def swap_refused(target: Target, path: str) -> str:
-    """The message of a swap that was refused and has changed nothing."""
+    """Check that the swap is rejected and changes nothing; return the error message."""
     version = target.server.rewards([KNOWN]).json()["version"]
     error = target.refused(swap(target, path), 400, "swap_failed")
     assert error["message"].endswith("nothing has changed")
@@ -91,7 +92,7 @@ def swap_refused(target: Target, path: str) -> str:
 
 
 def test_every_route_needs_a_key(target: Target) -> None:
-    """D53: each route that is not open to all is closed without the right key, whatever stands in its place."""
+    """D53: every route that is not public rejects requests without a valid key, whatever they send instead."""
     with bare(target) as client:
         paths = client.get("/openapi.json").json()["paths"]
         assert {"/health/live", "/docs", *OURS} <= set(paths)
@@ -137,8 +138,8 @@ def test_every_route_needs_a_key(target: Target) -> None:
 @pytest.mark.parametrize(
     "host", ["x/health/live", "127.0.0.1/health/live?", "a#/health/live", "", "/", "x:y", "@/docs"]
 )
-def test_the_host_header_opens_nothing(target: Target, host: str) -> None:
-    """D54: which route is meant is told by the path alone."""
+def test_the_host_header_does_not_bypass_the_key(target: Target, host: str) -> None:
+    """D54: only the path selects the route."""
     for lines in ("", "X-Forwarded-Host: x/health/live\r\nX-Original-URL: /health/live\r\nX-Rewrite-URL: /docs\r\n"):
         request = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{lines}\r\n"
         target.refused(target.raw(request.encode()), 401, "unauthorized")
@@ -152,28 +153,28 @@ def test_the_host_header_opens_nothing(target: Target, host: str) -> None:
      "/health/%2e%2e/metrics", "/health/..%2fmetrics", "/%2fmetrics", "/metrics%00", "/metrics%20", "/metrics;x",
      "/METRICS", "/metrics\\", "/v1/models%3f", "/%ff", "/admin", "/admin/", "/.", "/..%5cmetrics"],
 )  # fmt: skip
-def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> None:
-    """D55: only the exact path is a route; nothing is taken out of it or put right."""
+def test_paths_are_not_normalised(target: Target, path: str) -> None:
+    """D55: only the exact path is a route; paths are not cleaned up or corrected."""
     answer = target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode("latin-1"))
     assert answer.status in (400, 404), answer
     clean_error(answer)
 
 
 @pytest.mark.slow
-def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> None:
-    """D55: a path written with %-signs is the same route with the same lock, and only its own method is taken."""
+def test_encoded_paths_and_other_methods_need_the_same_key(target: Target) -> None:
+    """D55: a percent-encoded path is the same route and needs the same key; only the route's methods are accepted."""
     for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
         target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), 401, "unauthorized")
     for path in ("/v1/models/", "/v1/%6dodels%2f", "/v1/models/.", "/v1/models/sums"):  # errors as OpenAI writes them
         assert target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).status == 401
     with bare(target) as client:
-        for path, taken in client.get("/openapi.json").json()["paths"].items():
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
             for method in ("HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "TRACE", "PROPFIND"):
                 reply = client.request(method, path)
-                if method.lower() in taken:
+                if method.lower() in methods:
                     assert reply.status_code == 401
                     continue
-                if method == "HEAD" and OPEN.fullmatch(path):  # as load balancers ask
+                if method == "HEAD" and OPEN.fullmatch(path):  # as load balancers request
                     assert (reply.status_code in (200, 503), reply.content) == (True, b""), path
                     continue
                 assert reply.status_code == 405, (method, path)
@@ -188,7 +189,7 @@ def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> N
 
 
 def test_admin_routes_need_the_admin_key(target: Target) -> None:
-    """D56: with another's key 403, without a key 401; and nothing has happened."""
+    """D56: 403 with another key, 401 without a key, and nothing is swapped."""
     before = target.server.rewards([KNOWN]).json()["version"]
     for key in (ANN, BOB, "wrong-key-1234"):
         target.refused(swap(target, "escaping", key=key), 403, "forbidden")
@@ -198,7 +199,7 @@ def test_admin_routes_need_the_admin_key(target: Target) -> None:
 
 
 def test_without_an_admin_key_admin_routes_are_closed() -> None:
-    """D56, D66: nobody is an administrator by default, and nobody else's machine can connect by default."""
+    """D56, D66: by default there is no administrator, and no other machine can connect."""
     rule = {"models": {"rule": {"kind": "rule", "rule": "regex", "pattern": "#12$"}}}
     with ServerProcess(rule) as server:
         for headers in ({}, {"authorization": "Bearer None"}, {"authorization": "Bearer"}):
@@ -209,13 +210,13 @@ def test_without_an_admin_key_admin_routes_are_closed() -> None:
         assert listening(psutil.Process(server.process.pid)) == {("127.0.0.1", server.port)}
 
 
-def test_an_address_that_others_reach_needs_a_key() -> None:
-    """D53, D66: without a key the server does not start on such an address, and never listens there."""
+def test_a_public_address_needs_a_key() -> None:
+    """D53, D66: without a key the server does not start on such an address and never listens there."""
     for host in ("0.0.0.0", "127.0.0.1.example.org"):
-        done = run_forked("serve", "--host", host, "--port", "0")
-        assert done.returncode == 2
-        assert "--api-key" in done.stderr
-        loading, refusal = done.stderr.splitlines()
+        result = run_forked("serve", "--host", host, "--port", "0")
+        assert result.returncode == 2
+        assert "--api-key" in result.stderr
+        loading, refusal = result.stderr.splitlines()
         assert loading.startswith("plaudit serve: loading")
         assert refusal.startswith("plaudit: ")
 
@@ -224,7 +225,7 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
 
 
 def test_swaps_stay_under_the_root(target: Target, root: Path, tmp_path: Path) -> None:
-    """D57: no path leads out of the root, not through a link either."""
+    """D57: no path leads out of the root, not even through a symlink."""
     outside = copied("sums", tmp_path / "outside")
     (root / "link").symlink_to(outside, target_is_directory=True)
     (root / "deep").mkdir()
@@ -248,13 +249,13 @@ def test_swaps_stay_under_the_root(target: Target, root: Path, tmp_path: Path) -
 
 
 def target_opened(target: Target, directory: Path) -> bool:
-    """Whether some process of the server has a file of the directory open or mapped."""
-    found = [file.path for process in target.tree() for file in process.open_files()]
-    return any(path.startswith(str(directory)) for path in found)
+    """Whether a process of the server has a file of the directory open."""
+    paths = [file.path for process in target.tree() for file in process.open_files()]
+    return any(path.startswith(str(directory)) for path in paths)
 
 
-def test_code_beside_a_model_is_not_run(target: Target, root: Path) -> None:
-    """D58: a model that wants its own code is refused, and no module of it is imported."""
+def test_code_in_a_model_directory_is_not_run(target: Target, root: Path) -> None:
+    """D58: a model that needs its own code is rejected, and none of its modules is imported."""
     evil = copied("sums", root / "coded", auto_map={"AutoModelForSequenceClassification": "evil.Model"})
     canary = root / f"{CANARY}-code"
     (evil / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Model: pass\n")
@@ -272,7 +273,7 @@ class Evil:
 
 
 def test_pickles_are_not_opened(target: Target, root: Path) -> None:
-    """D59: weights in a pickle are refused, and what they would run has not run."""
+    """D59: pickled weights are rejected, and their code does not run."""
     canary = root / f"{CANARY}-pickle"
     evil = copied("sums", root / "pickled")
     (evil / "model.safetensors").unlink()
@@ -282,8 +283,8 @@ def test_pickles_are_not_opened(target: Target, root: Path) -> None:
 
 
 def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
-    """D59: a head of another shape, weights that are no numbers: the old version goes on serving. Cut ones are in
-    test_faults.py."""
+    """D59: with a head of another shape or NaN weights, the old version keeps serving. test_faults.py has truncated
+    weights."""
     shaped = copied("sums", root / "shaped")
     weights = load_file(shaped / "model.safetensors")
     save_file({**weights, "score.weight": weights["score.weight"][:, :40].copy()}, shaped / "model.safetensors")
@@ -294,8 +295,8 @@ def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
-    """A24, D60: a chat template that refuses, reaches for Python or loops is its items' error; the next one is fine."""
+def test_a_malicious_chat_template_is_stopped(target: Target) -> None:
+    """A24, D60: a chat template that raises, accesses Python or loops is an error of its items; others still work."""
     for model, prompt, words in (
         ("escaping", "0", "no zeros here"),
         ("escaping", "1+2=", "sandbox"),
@@ -309,8 +310,8 @@ def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
     assert scores == [pytest.approx(target.known, abs=5e-5)]
 
 
-def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:
-    """D60: a request's deadline holds while its items are put together, too."""
+def test_the_deadline_holds_for_many_items_of_an_endless_template(target: Target) -> None:
+    """D60: a request's deadline also applies while its items are rendered."""
     answer = {"role": "assistant", "content": "#3"}
     items = [{"messages": [{"role": "user", "content": f"{n}+2="}, answer]} for n in range(50)]
     reply = target.server.http.post(
@@ -320,7 +321,7 @@ def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:
     target.refused(reply, 504, "deadline")
 
 
-# Wire and world
+# Binary bodies, network and logs
 
 
 @pytest.mark.parametrize(
@@ -342,8 +343,8 @@ def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:
     ],
     ids=range(13),
 )
-def test_binary_that_lies(target: Target, body: bytes) -> None:
-    """D61: what the numbers in front say must be there to the byte, and is believed only then."""
+def test_inconsistent_binary_bodies_are_rejected(target: Target, body: bytes) -> None:
+    """D61: a body must match the numbers in its header to the byte, and they are not trusted before that check."""
     before = target.peak_bytes()
     reply = target.server.http.post("/v1/rewards?model=sums", content=body, headers={"content-type": BINARY})
     target.refused(reply, 400, "invalid_binary")
@@ -351,16 +352,16 @@ def test_binary_that_lies(target: Target, body: bytes) -> None:
     assert not Path("canary-binary").exists()
 
 
-def test_other_binary_forms_are_not_taken(target: Target) -> None:
-    """D61: no pickle, no .npy, no torch file is looked into, by whatever name it comes."""
+def test_other_binary_formats_are_rejected(target: Target) -> None:
+    """D61: no pickle, .npy or torch file is opened, whatever its content type."""
     for kind in ("application/octet-stream", "application/x-npy", "application/python-pickle", "application/x-tensor"):
         reply = target.server.http.post("/v1/rewards", content=pickle.dumps([1]), headers={"content-type": kind})
         target.refused(reply, 415, "unsupported_type")
 
 
 @pytest.mark.slow
-def test_no_address_in_a_request_is_visited(target: Target, root: Path) -> None:
-    """D62: the server fetches nothing for anybody."""
+def test_no_url_in_a_request_is_fetched(target: Target, root: Path) -> None:
+    """D62: the server fetches no URL from a request."""
     hits: list[str] = []
 
     class Trap(http.server.BaseHTTPRequestHandler):
@@ -398,20 +399,20 @@ def test_no_address_in_a_request_is_visited(target: Target, root: Path) -> None:
         trap.server_close()
 
 
-def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
-    """D64: the log says what happened and to whom, in lines that nobody else can write."""
+def test_logs_contain_no_texts_and_no_keys(target: Target) -> None:
+    """D64: the log has each event and the name of its key, in lines that no client can forge."""
     secret = "777+888+999="
     target.server.rewards([{"prompt": secret, "responses": [secret]}, {"text": secret}, {"texts": secret}])
     target.server.http.get("/nowhere", params={"key": ANN, "q": secret})
     target.post(b'{"' + secret.encode() + b'": 1}')
-    for given in ("good-id.1:2/3", 'forged"}', "a b", "x" * 129, "\u00e9", "%0d%0aSet-Cookie:x"):
-        reply = target.server.http.get("/v1/models", headers={"x-request-id": given.encode()})
-        assert (reply.headers["x-request-id"] == given) == (given == "good-id.1:2/3")
+    for request_id in ("good-id.1:2/3", 'forged"}', "a b", "x" * 129, "\u00e9", "%0d%0aSet-Cookie:x"):
+        reply = target.server.http.get("/v1/models", headers={"x-request-id": request_id.encode()})
+        assert (reply.headers["x-request-id"] == request_id) == (request_id == "good-id.1:2/3")
     forged = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
     assert target.raw(forged).status == 400
     assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: localhost\r\n\r\n").status == 404
     target.server.http.get("/v1/models", headers={"x-request-id": "the-last"})
-    until(lambda: "the-last" in target.server.log())  # which has a thread of its own
+    until(lambda: "the-last" in target.server.log())  # a separate thread writes the log
     log = target.server.log()
     for word in (secret, ANN, BOB, ADMIN, "wrong-key-1234", "#12", "Set-Cookie"):
         assert [line for line in log.splitlines() if word in line] == []
@@ -423,11 +424,11 @@ def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
     assert [line for line in log.splitlines() if not line.startswith(("{", "plaudit serve:"))] == []
 
 
-def test_one_holder_cannot_learn_what_another_asked(target: Target) -> None:
-    """D65: what one key had scored is computed anew for another, so that the time tells nothing."""
+def test_one_key_cannot_learn_what_another_key_sent(target: Target) -> None:
+    """D65: what one key has had scored is computed again for another, so that the duration discloses nothing."""
     item = {"prompt": "12+34+56=", "responses": ["12+34=46;46+56=102;#102"]}
 
-    def ask(key: str) -> dict[str, float]:
+    def token_counts(key: str) -> dict[str, float]:
         kinds = ("cached", "deduplicated", "prefix", "computed")
         before = {kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) for kind in kinds}
         reply = target.server.http.post(
@@ -438,7 +439,7 @@ def test_one_holder_cannot_learn_what_another_asked(target: Target) -> None:
             kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) - before[kind] for kind in kinds
         }
 
-    first, again, other = ask(ANN), ask(ANN), ask(BOB)
+    first, again, other = token_counts(ANN), token_counts(ANN), token_counts(BOB)
     assert again["cached"] > 0
     assert again["computed"] == 0
     assert other["cached"] == 0
@@ -447,9 +448,9 @@ def test_one_holder_cannot_learn_what_another_asked(target: Target) -> None:
 
 
 def test_only_the_configured_port_is_open(target: Target) -> None:
-    """D66: of all processes of the server one listens, at one address and port."""
-    found = set().union(*(listening(process) for process in target.tree()))
-    assert found == {("127.0.0.1", target.server.port)}
+    """D66: only one process of the server listens, at one address and port."""
+    addresses = set().union(*(listening(process) for process in target.tree()))
+    assert addresses == {("127.0.0.1", target.server.port)}
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
@@ -469,10 +470,10 @@ def unready(target: Target) -> set[str]:
     return {model["name"] for model in models if model["state"] != "ready"}
 
 
-def test_a_model_that_is_lost_tells_nothing_of_the_disk(target: Target, root: Path) -> None:
-    """D63: what the loader says of a directory that has gone is for the log, not for those who ask."""
+def test_errors_of_a_failed_model_disclose_no_paths(target: Target, root: Path) -> None:
+    """D63: the loader's error about a removed directory is in the log, not in replies."""
     shutil.rmtree(root / "endless")
-    for worker in sorted(target.server.workers(), key=lambda worker: -worker.pid):  # the newest is likely to be its
+    for worker in sorted(target.server.workers(), key=lambda worker: -worker.pid):  # the newest is probably the model's
         worker.kill()
         until(lambda: unready(target))
         if "endless" in unready(target):

@@ -54,7 +54,7 @@ def refused(server: ServerProcess, path: str, body: Any, status: int = 400) -> s
     if "/v1/" not in path and "error" in content:
         assert set(content) == {"error"}
         return str(content["error"]["message"])
-    # "Bad Request": the schema refused it, which is flat on every path
+    # "Bad Request": rejected by the schema; this error is flat on every path
     assert content["type"] == "Bad Request" or ("/v1/" in path and content["type"] == "BadRequestError")
     assert {**content, "message": "", "type": ""} == {
         "object": "error", "message": "", "type": "", "param": None, "code": status,
@@ -79,23 +79,23 @@ def test_a_reward_is_an_embedding_of_one_number(server: ServerProcess, path: str
     assert one["meta_info"]["prompt_tokens"] == len(ids[0])
     assert one["meta_info"]["weight_version"].startswith("0-")
     for body in ({"text": TEXTS}, {"input_ids": ids}):
-        found = asked(server, path, body, method)
-        assert [r["embedding"][0] for r in found] == pytest.approx(expected, abs=5e-5)
+        replies = asked(server, path, body, method)
+        assert [r["embedding"][0] for r in replies] == pytest.approx(expected, abs=5e-5)
     assert asked(server, path, {"input_ids": ids[1]}, method)["embedding"] == pytest.approx([expected[1]], abs=5e-5)
     assert len(asked(server, path, {"text": TEXTS[:1]}, method)) == 1
 
 
-def test_labels_come_raw_from_classify_and_as_chances_from_v1_classify(server: ServerProcess, module: Any) -> None:
+def test_classify_returns_raw_labels_and_v1_classify_probabilities(server: ServerProcess, module: Any) -> None:
     text = "hello 1\nhell 2"
     ids = tiny.llama3().encode(text)
     logits = tiny.plain_class(module, ids)[-1]
     assert asked(server, "/classify", {"text": text, "model": "moods"})["embedding"] == pytest.approx(
         logits.tolist(), abs=5e-5
     )
-    (found,) = asked(server, "/v1/classify", {"input": text, "model": "moods"})["data"]
-    assert found["probs"] == pytest.approx(tiny.softmax(logits).tolist(), abs=5e-5)
-    assert found["label"] == LABELS[int(logits.argmax())]
-    assert found["num_classes"] == 3
+    (row,) = asked(server, "/v1/classify", {"input": text, "model": "moods"})["data"]
+    assert row["probs"] == pytest.approx(tiny.softmax(logits).tolist(), abs=5e-5)
+    assert row["label"] == LABELS[int(logits.argmax())]
+    assert row["num_classes"] == 3
     assert "always 1" in refused(server, "/v1/classify", {"input": text})
     scored = asked(server, "/v1/score", {"query": "hello 1", "items": ["\nhell 2"], "model": "moods"})
     assert scored["scores"][0] == pytest.approx(logits.tolist(), abs=5e-5)
@@ -116,22 +116,22 @@ def test_generate_has_log_probs_where_sglang_has_them(server: ServerProcess, pol
         own, others = meta["input_token_logprobs"], meta["input_token_ids_logprobs"]
         assert [entry[1] for entry in own] == ids[start:]
         assert len(others) == len(own)
-        for place, (entry, row) in enumerate(zip(own, others, strict=True)):
-            if place == 0:
+        for index, (entry, row) in enumerate(zip(own, others, strict=True)):
+            if index == 0:
                 assert entry[0] is None
                 assert row is None
                 continue
-            assert entry[0] == pytest.approx(logprobs[start + place - 1], abs=1e-4)
+            assert entry[0] == pytest.approx(logprobs[start + index - 1], abs=1e-4)
             assert [e[1] for e in row] == chosen
-            assert [e[0] for e in row] == pytest.approx(every[start + place - 1].tolist(), abs=1e-4)
+            assert [e[0] for e in row] == pytest.approx(every[start + index - 1].tolist(), abs=1e-4)
         (last,) = meta["output_token_ids_logprobs"]
         assert [e[0] for e in last] == pytest.approx(every[-1].tolist(), abs=1e-4)
         assert meta["completion_tokens"] == 0
         assert meta["prompt_tokens"] == len(ids)
 
 
-def test_what_slime_sends_to_a_teacher(server: ServerProcess, policy: Engine) -> None:
-    """slime's rollout/on_policy_distillation.py posts this and reads it so."""
+def test_slimes_request_to_a_teacher_returns_log_probs(server: ServerProcess, policy: Engine) -> None:
+    """slime's rollout/on_policy_distillation.py posts this body and reads these fields."""
     ids = policy.tokenizer.encode("3+4=3+4=7;#7")
     body = {
         "input_ids": ids, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
@@ -142,7 +142,7 @@ def test_what_slime_sends_to_a_teacher(server: ServerProcess, policy: Engine) ->
     assert teacher == pytest.approx(policy.logprobs([ids])[0].tolist(), abs=1e-4)
 
 
-def test_a_batch_has_options_for_all_or_for_each(server: ServerProcess, policy: Engine) -> None:
+def test_batch_options_apply_to_all_or_to_each(server: ServerProcess, policy: Engine) -> None:
     ids = [policy.tokenizer.encode(text) for text in TEXTS[:2]]
     body: dict[str, Any] = {
         "text": TEXTS[:2], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True,
@@ -159,7 +159,7 @@ def test_a_batch_has_options_for_all_or_for_each(server: ServerProcess, policy: 
     assert "logprob_start_len has 2 entries" in refused(server, "/generate", {**body, "text": TEXTS})
 
 
-def test_label_tokens_are_scored_by_their_chance(server: ServerProcess, policy: Engine) -> None:
+def test_label_tokens_are_scored_by_their_probability(server: ServerProcess, policy: Engine) -> None:
     labels = [policy.tokenizer.encode(text)[-1] for text in ("3", "4", "5")]
     query, items = "1+2=", ["1+2=", "1+2=3;#"]
     ids = [policy.tokenizer.encode(query + item) for item in items]
@@ -175,16 +175,16 @@ def test_label_tokens_are_scored_by_their_chance(server: ServerProcess, policy: 
     assert np.allclose(asked(server, "/v1/score", by_ids)["scores"], np.exp([logs[0], second]), atol=5e-5)
 
 
-def test_documents_come_back_best_first(server: ServerProcess) -> None:
+def test_reranked_documents_are_ordered_best_first(server: ServerProcess) -> None:
     tokenizer = load_tokenizer("sums")
     documents = ["7+8=16;#16", "7+8=15;#15", "#9"]
     values = [native(server, tokenizer("7+8=", d)["input_ids"]) for d in documents]
     for path in ("/sglang/v1/rerank", "/v1/rerank"):
-        ask = {"query": "7+8=", "documents": documents}
-        found = asked(server, path, ask) if path.startswith("/sglang") else server.http.put(path, json=ask).json()
-        assert [r["index"] for r in found] == sorted(range(3), key=lambda i: -values[i])
-        assert [r["score"] for r in found] == pytest.approx(sorted(values, reverse=True), abs=5e-5)
-        assert all(r["document"] == documents[r["index"]] for r in found)
+        body = {"query": "7+8=", "documents": documents}
+        ranked = asked(server, path, body) if path.startswith("/sglang") else server.http.put(path, json=body).json()
+        assert [r["index"] for r in ranked] == sorted(range(3), key=lambda i: -values[i])
+        assert [r["score"] for r in ranked] == pytest.approx(sorted(values, reverse=True), abs=5e-5)
+        assert all(r["document"] == documents[r["index"]] for r in ranked)
     fewer = asked(
         server, "/sglang/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": False, "top_n": 1}
     )
@@ -216,11 +216,11 @@ def test_documents_come_back_best_first(server: ServerProcess) -> None:
         ("/sglang/v1/rerank", {"query": "a", "documents": []}, "documents is empty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(server: ServerProcess, path: str, body: Any, message: str) -> None:
+def test_invalid_requests_name_the_field(server: ServerProcess, path: str, body: Any, message: str) -> None:
     assert message in refused(server, path, body)
 
 
-def test_bodies_that_are_not_sglangs_go_to_vllm(server: ServerProcess) -> None:
+def test_bodies_in_vllms_format_go_to_vllm(server: ServerProcess) -> None:
     text = TEXTS[0]
     raw = asked(server, "/classify", {"text": text})["embedding"][0]
     reply = asked(server, "/classify", {"input": text, "model": "sums", "use_activation": False})
@@ -253,7 +253,7 @@ def test_a_model_for_log_probs_gives_no_score(server: ServerProcess) -> None:
     assert "needs an outcome" in refused(server, "/classify", {"text": "1", "model": "sums-policy"})
 
 
-def test_the_last_token_alone_is_read_from_the_cache(server: ServerProcess, policy: Engine) -> None:
+def test_a_second_request_for_the_last_token_uses_the_cache(server: ServerProcess, policy: Engine) -> None:
     ids = policy.tokenizer.encode("9+9+9+9+9=9+9=18;18+9=27;27+9=36;36+9=45;#45")
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
     asked(server, "/generate", {**body, "token_ids_logprob": [5]})

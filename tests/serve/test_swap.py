@@ -22,7 +22,7 @@ from .process import ServerProcess
 
 ADMIN = "admin-key-of-this-test"
 PROMPT, RESPONSES = "hello?", ("hell one\n\ntwo", "he; ll; o\n\nhe", "x" * 40)
-EXPLICIT = {"max_tokens": 40, "threads": 1}  # what the operator set; directories below say otherwise
+EXPLICIT = {"max_tokens": 40, "threads": 1}  # set by the operator; the directories below have other values
 OUTCOME = 'kind = "outcome"\nmax_tokens = 300\n'
 
 
@@ -31,7 +31,7 @@ class Root:
     path: Path
 
     def fresh(self, name: str) -> tuple[str, list[Any]]:
-        """Version and scores of the directory, loaded anew with the operator's keys."""
+        """Version and scores of the directory, loaded in this process with the operator's settings."""
         reward = load_reward(complete({"path": str(self.path / name), **EXPLICIT}, "test"))
         results = reward.score([Item(prompt=PROMPT, response=text) for text in RESPONSES])
         scores = [
@@ -74,13 +74,13 @@ def served(server: ServerProcess, model: str, steps: bool = False) -> tuple[str,
     (group,) = reply["items"]
     errors = group.get("errors") or [None] * len(RESPONSES)
     values = group["steps" if steps else "scores"]
-    found = [value if error is None else error["type"] for value, error in zip(values, errors, strict=True)]
-    return reply["version"].partition("-")[2], found
+    results = [value if error is None else error["type"] for value, error in zip(values, errors, strict=True)]
+    return reply["version"].partition("-")[2], results
 
 
-def same(found: tuple[str, list[Any]], expected: tuple[str, list[Any]]) -> None:
-    assert found[0] == expected[0]
-    for value, right in zip(found[1], expected[1], strict=True):
+def same(actual: tuple[str, list[Any]], expected: tuple[str, list[Any]]) -> None:
+    assert actual[0] == expected[0]
+    for value, right in zip(actual[1], expected[1], strict=True):
         assert value == (right if isinstance(right, str) else pytest.approx(right, abs=1e-4))
 
 
@@ -94,7 +94,7 @@ def test_models_with_the_same_weights_do_not_share_scores(server: ServerProcess,
     assert served(server, "rotated") == rotated
 
 
-def test_a_swap_is_a_fresh_start_with_the_operators_keys(server: ServerProcess, root: Root) -> None:
+def test_a_swap_loads_the_directory_with_the_operators_settings(server: ServerProcess, root: Root) -> None:
     before = served(server, "plain")
     refused = swap(server, "policy")
     assert "is of kind 'logprobs', which has no scores" in refused["error"]["message"]
@@ -105,9 +105,9 @@ def test_a_swap_is_a_fresh_start_with_the_operators_keys(server: ServerProcess, 
     assert version == f"1-{expected[0]}"
     same(served(server, "plain"), expected)
     assert expected[1][0] < -10
-    assert expected[1][2] == "too_long"  # 40 tokens at most, whatever the directories say
+    assert expected[1][2] == "too_long"  # the operator's limit of 40 tokens overrides the directories
 
-    swap(server, "steps")  # another kind, its format and its way to one score
+    swap(server, "steps")  # another kind, with its format and aggregation
     expected = root.fresh("steps")
     same(served(server, "plain", steps=True), expected)
     assert [len(steps) for steps in expected[1][:2]] == [1, 3]
@@ -120,7 +120,7 @@ def post(server: ServerProcess, route: str, /, **fields: Any) -> Any:
 
 
 def started(server: ServerProcess, id: int) -> dict[str, Any]:
-    """The swap of that number, when it has ended."""
+    """The status of the swap with this id, after it has ended."""
     end = time.monotonic() + 240
     while time.monotonic() < end:
         swaps = server.http.get("/admin/swaps", headers={"authorization": f"Bearer {ADMIN}"}).json()["swaps"]
@@ -132,7 +132,7 @@ def started(server: ServerProcess, id: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, root: Root) -> None:
+def test_a_swap_can_be_started_polled_and_rolled_back(server: ServerProcess, root: Root) -> None:
     nothing = post(server, "/admin/rollback", model="rotated")
     assert (nothing.status_code, nothing.json()["error"]["type"]) == (400, "swap_failed")
     assert "cannot be rolled back" in nothing.json()["error"]["message"]
@@ -153,7 +153,7 @@ def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, r
     assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"3-{root.fresh('scaled')[0]}"
 
 
-def test_a_model_is_asked_for_its_own_readiness(server: ServerProcess) -> None:
+def test_readiness_can_be_requested_for_one_model(server: ServerProcess) -> None:
     assert server.http.get("/health/ready", params={"model": "plain"}).status_code == 200
     assert server.http.get("/health/ready", params={"model": "nobody"}).status_code == 404
 
@@ -166,7 +166,7 @@ def one(server: ServerProcess, text: str) -> tuple[str, float]:
 
 
 def drawn(text: str, share: float) -> bool:
-    """Whether this request is for a canary, as docs/serving.md says."""
+    """Whether this request goes to the canary, by the rule in docs/serving.md."""
     body = json.dumps({"model": "rotated", "items": [{"text": text}]}).encode()
     return int.from_bytes(blake2b(body, digest_size=8).digest()) < share * 2**64
 
@@ -177,11 +177,11 @@ def canaries(server: ServerProcess) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: Root, tmp_path: Path) -> None:
-    kept = tmp_path / "state.json"
+def test_a_canary_gets_its_share_is_counted_separately_and_survives_a_restart(root: Root, tmp_path: Path) -> None:
+    state_file = tmp_path / "state.json"
     tree = {
         "models": {"rotated": {"path": str(root.path / "rotated"), **EXPLICIT}}, "admin_key": ADMIN,
-        "model_root": str(root.path), "state_file": str(kept),
+        "model_root": str(root.path), "state_file": str(state_file),
     }  # fmt: skip
     texts = [f"hello {number}" for number in range(40)]
     old, new = root.fresh("rotated")[0], root.fresh("plain")[0]
@@ -202,21 +202,21 @@ def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: R
         assert [(each["model"], each["version"], each["share"]) for each in canaries(server)] == [
             ("rotated", f"1-{new}", 0.4)
         ]
-        now = {text: one(server, text) for text in texts}
-        assert {text: version for text, (version, _) in now.items()} == {
+        after = {text: one(server, text) for text in texts}
+        assert {text: version for text, (version, _) in after.items()} == {
             text: f"1-{new}" if drawn(text, 0.4) else f"0-{old}" for text in texts
         }
         moved = [text for text in texts if drawn(text, 0.4)]
         assert 8 < len(moved) < 24
-        assert all(now[text][1] != pytest.approx(before[text][1], abs=1e-3) for text in moved)
-        assert all(now[text] == before[text] for text in texts if text not in moved)
+        assert all(after[text][1] != pytest.approx(before[text][1], abs=1e-3) for text in moved)
+        assert all(after[text] == before[text] for text in texts if text not in moved)
         counted = {
             version: server.metric("plaudit_version_items_total", version=version, result="scored")
             for version in (f"0-{old}", f"1-{new}")
         }
         assert counted == {f"0-{old}": 80 - len(moved), f"1-{new}": len(moved)}
         assert server.metric("plaudit_version_score_sum", version=f"1-{new}") == pytest.approx(
-            sum(now[text][1] for text in moved), abs=1e-3
+            sum(after[text][1] for text in moved), abs=1e-3
         )
         with RewardClient(server.url, model="rotated", timeout=120, retries=0) as client:
             calls = [
@@ -227,14 +227,14 @@ def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: R
         busy = post(server, "/admin/swap", model="rotated", path="scaled")
         assert "promote it or roll it back first" in busy.json()["error"]["message"]
         post(server, "/admin/swap", model="rotated", share=0.9)
-        assert all(one(server, text)[0] == f"1-{new}" for text in moved)  # what it had it keeps
+        assert all(one(server, text)[0] == f"1-{new}" for text in moved)  # they stay with the canary
         assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"0-{old}"
         assert canaries(server) == []
         assert {one(server, text)[0] for text in texts} == {f"0-{old}"}
         post(server, "/admin/swap", model="rotated", path="scaled")
         post(server, "/admin/swap", model="rotated", path="plain", share=0.4)
 
-    with ServerProcess(tree) as server:  # what was swapped in, and the canary beside it
+    with ServerProcess(tree) as server:  # the swapped model and its canary are restored
         assert [(each["version"].partition("-")[2], each["share"]) for each in canaries(server)] == [(new, 0.4)]
         scaled = root.fresh("scaled")[0]
         for text in texts[:8]:
@@ -243,36 +243,36 @@ def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: R
         assert {one(server, text)[0] for text in texts} == {f"1-{new}"}
         same(served(server, "rotated"), root.fresh("plain"))
         assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"2-{scaled}"
-    assert json.loads(kept.read_text())["rotated"]["path"] == str(root.path / "scaled")
+    assert json.loads(state_file.read_text())["rotated"]["path"] == str(root.path / "scaled")
 
 
-def test_a_state_file_that_cannot_be_obeyed_is_one_line(root: Root, tmp_path: Path) -> None:
-    kept, gone = tmp_path / "state.json", root.path / "gone"
+def test_an_invalid_state_file_is_reported_at_startup(root: Root, tmp_path: Path) -> None:
+    path, missing = tmp_path / "state.json", root.path / "gone"
     configured = str(root.path / "plain")
     tree: dict[str, Any] = {
-        "models": {"plain": {"path": configured}}, "model_root": str(root.path), "state_file": str(kept), "port": 0,
+        "models": {"plain": {"path": configured}}, "model_root": str(root.path), "state_file": str(path), "port": 0,
     }  # fmt: skip
     file = tmp_path / "serve.toml"
     file.write_text(to_toml(tree))
 
     def started(content: str, *options: str) -> tuple[int, str]:
-        kept.write_text(content)
+        path.write_text(content)
         result = plaudit_here("serve", "--config", str(file), *options)
         return result.returncode, result.stdout + result.stderr
 
-    state = {"plain": {"configured": configured, "path": str(gone)}}
-    code, said = started(json.dumps(state))
+    state = {"plain": {"configured": configured, "path": str(missing)}}
+    code, output = started(json.dumps(state))
     assert code == 2
-    assert f"state_file {kept}: plain serves {gone}: path 'gone' is not a directory under model_root" in said
-    assert said.count("\n") <= 2
-    assert "delete the state file" in said
-    code, said = started(json.dumps(state), "--check")
-    assert (code, "error: state_file" in said) == (2, True)
-    code, said = started("{")
-    assert (code, f"state_file {kept}: " in said) == (2, True)
+    assert f"state_file {path}: plain serves {missing}: path 'gone' is not a directory under model_root" in output
+    assert output.count("\n") <= 2
+    assert "delete the state file" in output
+    code, output = started(json.dumps(state), "--check")
+    assert (code, "error: state_file" in output) == (2, True)
+    code, output = started("{")
+    assert (code, f"state_file {path}: " in output) == (2, True)
     outside = {"plain": {"configured": configured, "path": "/etc"}}
     assert "not under model_root" in started(json.dumps(outside))[1]
-    changed = {"plain": {"configured": "elsewhere", "path": str(gone)}}
-    code, said = started(json.dumps(changed), "--check")
-    assert code == 0, said
-    assert "plain is ignored, because the configuration has changed" in said
+    changed = {"plain": {"configured": "elsewhere", "path": str(missing)}}
+    code, output = started(json.dumps(changed), "--check")
+    assert code == 0, output
+    assert "plain is ignored, because the configuration has changed" in output

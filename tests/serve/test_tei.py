@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, moods: Any) -> Iterator[Ser
 
 @pytest.fixture(scope="module")
 def rewards(server: ServerProcess) -> list[float]:
-    """Of the pairs of "1+2=" and each text."""
+    """The rewards of the pairs of "1+2=" and each text."""
     tokenizer = load_tokenizer("sums")
     rows = [{"tokens": tokenizer("1+2=", text)["input_ids"]} for text in TEXTS]
     return [item["scores"][0] for item in server.rewards(rows).json()["items"]]
@@ -46,7 +46,7 @@ def asked(server: ServerProcess, path: str, body: Any) -> Any:
     return reply.json()
 
 
-def test_predict_in_all_shapes(server: ServerProcess, rewards: list[float]) -> None:
+def test_predict_accepts_all_input_shapes(server: ServerProcess, rewards: list[float]) -> None:
     pair = asked(server, "/predict", {"inputs": ["1+2=", TEXTS[0]], "raw_scores": True})
     assert pair == [{"score": pytest.approx(rewards[0], abs=5e-5), "label": "reward"}]
     batch = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS], "raw_scores": True})
@@ -61,7 +61,7 @@ def test_predict_in_all_shapes(server: ServerProcess, rewards: list[float]) -> N
     )
 
 
-def test_texts_are_cut_only_where_asked(server: ServerProcess) -> None:
+def test_texts_are_truncated_only_on_request(server: ServerProcess) -> None:
     digits = "1234567890" * 40
     tokenizer = load_tokenizer("sums")
     ids = tokenizer.encode(digits)
@@ -75,15 +75,15 @@ def test_texts_are_cut_only_where_asked(server: ServerProcess) -> None:
         assert asked(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=5e-5)
 
 
-def test_rerank(server: ServerProcess, rewards: list[float]) -> None:
+def test_rerank_orders_texts_by_score(server: ServerProcess, rewards: list[float]) -> None:
     body = {"query": "1+2=", "texts": TEXTS, "raw_scores": True}
     order = np.argsort(rewards)[::-1].tolist()
     ranks = asked(server, "/rerank", body)
     assert [rank["index"] for rank in ranks] == order
     assert [rank["score"] for rank in ranks] == pytest.approx([rewards[i] for i in order], abs=5e-5)
     assert all(set(rank) == {"index", "score"} for rank in ranks)
-    told = asked(server, "/rerank", {**body, "return_text": True})
-    assert [rank["text"] for rank in told] == [TEXTS[i] for i in order]
+    with_text = asked(server, "/rerank", {**body, "return_text": True})
+    assert [rank["text"] for rank in with_text] == [TEXTS[i] for i in order]
 
 
 def test_info_and_health(server: ServerProcess) -> None:
@@ -111,14 +111,16 @@ def test_info_and_health(server: ServerProcess) -> None:
         ("/", {"inputs": []}, 400, "Empty"),
     ],
 )
-def test_errors_are_tei_s(server: ServerProcess, path: str, body: dict[str, Any], status: int, kind: str) -> None:
+def test_errors_have_teis_format(
+    server: ServerProcess, path: str, body: dict[str, Any], status: int, kind: str
+) -> None:
     reply = server.http.post(path, json=body)
     assert reply.status_code == status, reply.text
     assert set(reply.json()) == {"error", "error_type"}
     assert reply.json()["error_type"] == kind
 
 
-def test_text_classification_as_huggingface_hub_asks(server: ServerProcess) -> None:
+def test_text_classification_requests_of_huggingface_hub(server: ServerProcess) -> None:
     raw = asked(server, "/", {"inputs": "1+2=3;#3", "parameters": {"function_to_apply": "none"}})
     expected = server.rewards([{"tokens": load_tokenizer("sums").encode("1+2=3;#3")}]).json()["items"][0]["scores"][0]
     assert raw == [[{"score": pytest.approx(expected, abs=5e-5), "label": "reward"}]]
@@ -128,7 +130,7 @@ def test_text_classification_as_huggingface_hub_asks(server: ServerProcess) -> N
     assert "<html" in server.http.get("/").text
 
 
-def test_infinity(server: ServerProcess, rewards: list[float], moods: Any) -> None:
+def test_infinity_routes_return_scores_and_models(server: ServerProcess, rewards: list[float], moods: Any) -> None:
     logits = tiny.plain_class(moods, tiny.llama3().encode("How are you?"))[-1]
     for path in ("/classify", "/infinity/classify"):
         reply = asked(server, path, {"model": "moods", "input": ["How are you?"], "raw_scores": True})
@@ -153,7 +155,7 @@ def test_infinity(server: ServerProcess, rewards: list[float], moods: Any) -> No
     assert server.http.post("/infinity/nowhere", json={}).json()["error"]["code"] == 404
 
 
-def test_a_key_is_asked_for(server: ServerProcess) -> None:
+def test_a_key_is_required(server: ServerProcess) -> None:
     for path in ("/predict", "/rerank", "/", "/infinity/classify"):
         assert httpx.post(f"{server.url}{path}", json={"inputs": "a"}).status_code == 401
     assert httpx.get(f"{server.url}/info").status_code == 401

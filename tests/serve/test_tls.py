@@ -32,7 +32,7 @@ RULE: dict[str, Any] = {"models": {"rule": {"kind": "rule", "rule": "regex", "pa
 
 
 class Authority:
-    """A CA, and the certificates it gives."""
+    """A CA that issues certificates."""
 
     def __init__(self, place: Path, name: str) -> None:
         self.place = place
@@ -42,7 +42,7 @@ class Authority:
         self.file.write_bytes(self._signed(self.name, self.key, None).public_bytes(serialization.Encoding.PEM))
 
     def give(self, name: str, usage: x509.ObjectIdentifier) -> tuple[Path, Path]:
-        """The files of a certificate for this machine and its key."""
+        """Issue a certificate for this machine; return the files of the certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = self._signed(subject, key, usage)
@@ -109,16 +109,16 @@ class TlsProcess(ServerProcess):
 
 @pytest.fixture(scope="module")
 def server(authority: Authority, files: tuple[Path, Path], client_file: Path) -> Iterator[ServerProcess]:
-    """One that asks for certificates."""
+    """A server that requires client certificates."""
     kind = type("Mutual", (TlsProcess,), {"authority": authority, "certificate": client_file})
     flags = ("--tls-cert", str(files[0]), "--tls-key", str(files[1]), "--tls-ca", str(authority.file))
     with kind({**RULE, "limits": {"header_seconds": 1.0}}, *flags) as server:
         yield server
 
 
-def until(what: str, is_so: Callable[[], bool], seconds: float = 60) -> None:
+def until(what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not is_so():
+    while not condition():
         assert time.monotonic() < end, f"not {what} within {seconds} s"
         time.sleep(0.05)
 
@@ -136,12 +136,14 @@ def test_a_client_with_a_certificate_is_served(
         assert client.score([ITEM])[0].value == 1.0
 
 
-def test_others_are_not(server: ServerProcess, authority: Authority, tmp_path: Path, client_file: Path) -> None:
-    """Without a certificate, with another CA's, without TLS, with an old TLS."""
-    stranger = Authority(tmp_path, "stranger").give("nobody", ExtendedKeyUsageOID.CLIENT_AUTH)
+def test_clients_without_a_valid_certificate_are_rejected(
+    server: ServerProcess, authority: Authority, tmp_path: Path, client_file: Path
+) -> None:
+    """Without a certificate, with another CA's, with an old TLS version, without TLS."""
+    untrusted = Authority(tmp_path, "stranger").give("nobody", ExtendedKeyUsageOID.CLIENT_AUTH)
     trusting = ssl.create_default_context(cafile=str(authority.file))
     wrong = ssl.create_default_context(cafile=str(authority.file))
-    wrong.load_cert_chain(*stranger)
+    wrong.load_cert_chain(*untrusted)
     old = ssl.create_default_context(cafile=str(authority.file))
     old.load_cert_chain(client_file)
     with pytest.deprecated_call():
@@ -154,13 +156,13 @@ def test_others_are_not(server: ServerProcess, authority: Authority, tmp_path: P
     assert server.ready()
 
 
-def test_a_handshake_without_end_is_ended(server: ServerProcess) -> None:
+def test_an_unfinished_handshake_is_closed(server: ServerProcess) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(b"\x16\x03\x01")
         assert sock.recv(100) == b"", "closed after header_seconds"
 
 
-def test_a_server_that_cannot_be_trusted_is_told_at_once(server: ServerProcess) -> None:
+def test_an_untrusted_server_certificate_is_not_retried(server: ServerProcess) -> None:
     with (
         RewardClient(server.url, model="rule", retries=1000) as client,
         pytest.raises(RewardUnavailable, match="ca_file"),
@@ -171,7 +173,7 @@ def test_a_server_that_cannot_be_trusted_is_told_at_once(server: ServerProcess) 
             RewardClient(server.url, **arguments)
 
 
-def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
+def test_a_renewed_certificate_is_loaded_and_a_broken_one_is_not(
     server: ServerProcess, authority: Authority, files: tuple[Path, Path], client_file: Path
 ) -> None:
     def served() -> int:
@@ -186,12 +188,12 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
 
     before = served()
     events = lambda name: [each for each in server.events() if each["event"] == name]  # noqa: E731
-    whole = files[0].read_bytes()
+    content = files[0].read_bytes()
     files[0].write_bytes(b"not a certificate")
     server.process.send_signal(signal.SIGHUP)
     until("refused", lambda: bool(events("tls_refused")))
     assert served() == before
-    files[0].write_bytes(whole)
+    files[0].write_bytes(content)
     authority.give("server", ExtendedKeyUsageOID.SERVER_AUTH)
     until("renewed", lambda: served() != before)
     assert server.rewards([KNOWN], "rule").status_code == 200
@@ -211,17 +213,19 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
         (("--uds", "/tmp/" + "x" * 200), "too long"),
     ],
 )
-def test_bad_files_are_one_line_at_the_start(authority: Authority, flags: tuple[str, ...], words: str) -> None:
+def test_bad_tls_and_socket_options_are_reported_at_startup(
+    authority: Authority, flags: tuple[str, ...], words: str
+) -> None:
     cert, key = authority.give("checked", ExtendedKeyUsageOID.SERVER_AUTH)
     _, other = authority.give("other", ExtendedKeyUsageOID.SERVER_AUTH)
-    given = [flag.format(cert=cert, key=key, other=other) for flag in flags]
-    done = plaudit_here("serve", "--port", "0", *given)
-    assert done.returncode == 2
-    assert words in done.stdout + done.stderr
+    arguments = [flag.format(cert=cert, key=key, other=other) for flag in flags]
+    result = plaudit_here("serve", "--port", "0", *arguments)
+    assert result.returncode == 2
+    assert words in result.stdout + result.stderr
 
 
 class UnixProcess(ServerProcess):
-    """A server on a unix socket, in a directory of its own."""
+    """A server on a unix socket."""
 
     def __init__(self, tree: dict[str, Any], path: Path) -> None:
         self.path = path
@@ -237,11 +241,11 @@ class UnixProcess(ServerProcess):
             return sock.connect_ex(str(self.path)) == 0
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    """Only its owner may connect where there are no keys; what a dead server left is replaced, a live one is not."""
+def test_a_unix_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
+    """Without keys only its owner may connect; the socket of a dead server is replaced, that of a live one is not."""
     path = tmp_path / "plaudit.sock"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     with UnixProcess(RULE, path) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with RewardClient(f"unix:{path}", model="rule") as client:
@@ -251,9 +255,9 @@ def test_a_unix_socket(tmp_path: Path) -> None:
             sock.connect(str(path))
             sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: evil.example\r\n\r\n")
             assert read_answer(sock).status == 403
-        done = plaudit_here("serve", "--uds", str(path))
-        assert done.returncode == 2
-        assert f"cannot listen on {path}" in done.stdout + done.stderr
+        result = plaudit_here("serve", "--uds", str(path))
+        assert result.returncode == 2
+        assert f"cannot listen on {path}" in result.stdout + result.stderr
         assert server.ready()
         reply = server.http.post("/get_worker_address", json={"model": "rule"})
         assert (reply.status_code, "unix socket" in reply.text) == (422, True)

@@ -31,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def logged(server: ServerProcess, reply: httpx.Response) -> dict[str, Any]:
-    """The line of this request."""
+    """The log line of this request."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         for event in server.events():
@@ -41,7 +41,7 @@ def logged(server: ServerProcess, reply: httpx.Response) -> dict[str, Any]:
     raise AssertionError(f"no line of {reply.headers['x-request-id']}")
 
 
-def test_a_line_says_whose_request_it_was_and_what_it_took(server: ServerProcess) -> None:
+def test_a_log_line_has_the_key_the_model_the_usage_and_the_duration(server: ServerProcess) -> None:
     reply = server.rewards([KNOWN, {"prompt": "3+4+5=", "responses": ["#12", ""]}, {"tokens": [10**9]}])
     usage = reply.json()["usage"]
     line = logged(server, reply)
@@ -67,7 +67,7 @@ def test_a_line_says_whose_request_it_was_and_what_it_took(server: ServerProcess
         (b'{"items": [{"text": "a"}], "model": "rule", "steps": true}', 422, "not_a_process_model", "rule"),
     ],
 )
-def test_a_line_has_the_type_of_an_error(
+def test_a_log_line_has_the_error_type(
     server: ServerProcess, body: bytes, status: int, error: str, model: str
 ) -> None:  # fmt: skip
     labels = {"protocol": "native", "status": str(status), "model": model, "key": "ann"}
@@ -92,9 +92,9 @@ def test_requests_are_counted_by_model_protocol_status_and_key(server: ServerPro
     assert server.metric("plaudit_build_info", version=plaudit.__version__) == 1
 
 
-def test_probes_and_pages_are_no_traffic(server: ServerProcess) -> None:
-    """Nor are they in the log: load balancers ask every second."""
-    before = server.metric(REQUESTS)  # which is a request itself
+def test_probes_and_pages_are_not_counted_as_requests(server: ServerProcess) -> None:
+    """Nor are they logged: load balancers send one every second."""
+    before = server.metric(REQUESTS)  # reading the metric is itself a request
     probes = server.metric("plaudit_probes_total", status="200")
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for path in ("/health/live", "/health/ready", "/v2/health/ready", "/", "/openapi.json"):
@@ -107,7 +107,7 @@ def test_probes_and_pages_are_no_traffic(server: ServerProcess) -> None:
     assert "probe/" not in server.log()
 
 
-def test_who_is_not_let_in_is_counted_apart(server: ServerProcess) -> None:
+def test_unauthorized_requests_are_counted_separately(server: ServerProcess) -> None:
     labels = {"status": "401", "key": "unknown", "model": ""}
     before = server.metric(REQUESTS, **labels)
     reply = server.http.post("/v1/rewards", json={}, headers={"authorization": "Bearer wrong-key"})
@@ -115,20 +115,20 @@ def test_who_is_not_let_in_is_counted_apart(server: ServerProcess) -> None:
     assert server.metric(REQUESTS, **labels) == before + 1
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(server: ServerProcess) -> None:
-    """By name, and with labels that their series have."""
+def test_the_dashboard_queries_only_existing_metrics(server: ServerProcess) -> None:
+    """By name, and with labels that the series have."""
     server.rewards([KNOWN])
     text = server.http.get("/metrics").text
     known = {name for name in re.findall(r"^# TYPE (\w+) ", text, re.M) if name.startswith(("plaudit_", "process_"))}
     known |= {f"{name}_bucket" for name, kind in re.findall(r"^# TYPE (\w+) (\w+)", text, re.M) if kind == "histogram"}
     panels = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text())["panels"]
-    asked = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert len(asked) >= 14
-    for expression in asked:
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(expressions) >= 14
+    for expression in expressions:
         names = re.findall(r"\b(?:plaudit|process)_\w+", expression)
         assert names, expression
         assert set(names) <= known, expression
         series = re.findall(rf"^{names[0]}\{{(.*)\}} ", text, re.M)
-        wanted = re.findall(r"by \(([^)]*)\)", expression)
-        for label in {word.strip() for group in wanted for word in group.split(",")} if series else set():
+        groupings = re.findall(r"by \(([^)]*)\)", expression)
+        for label in {word.strip() for group in groupings for word in group.split(",")} if series else set():
             assert any(f'{label}="' in each for each in series), (expression, label)

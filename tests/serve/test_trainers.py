@@ -18,7 +18,7 @@ from tests.serve.mistakes import FORMS, MISTAKES, made, said, verify
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains
 
-LIMIT = 256  # tokens that the embedded model takes
+LIMIT = 256  # maximum tokens of the embedded model
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def target(server: ServerProcess) -> Target:
 
 
 def rendered(prompt: str, response: str) -> str:
-    """As a trainer decodes what it sampled: control tokens are written out."""
+    """The text as a trainer decodes its samples, with control tokens."""
     return f"<bos>{prompt}{response}<eos>"
 
 
@@ -68,15 +68,15 @@ def test_the_oldest_client_sends_queries_and_reads_rewards(
 def test_the_middle_client_shards_a_batch_over_urls(
     server: ServerProcess, texts: list[str], expected: list[float]
 ) -> None:
-    """Contiguous shards with prompts and labels; the lists of all replies are put together."""
-    urls, found = 3, []
+    """Contiguous shards with prompts and labels; the lists of all replies are concatenated."""
+    urls, rewards = 3, []
     size = -(-len(texts) // urls)
     for start in range(0, len(texts), size):
         shard = texts[start : start + size]
         reply = get_reward(server, {"query": shard, "prompts": ["p"] * len(shard), "labels": [None] * len(shard)})
         assert len(reply["rewards"]) == len(reply["scores"]) == len(shard)
-        found += reply["rewards"]
-    assert found == pytest.approx(expected, abs=5e-5)
+        rewards += reply["rewards"]
+    assert rewards == pytest.approx(expected, abs=5e-5)
 
 
 def test_the_newest_client_sends_one_sample_and_empty_lists_to_the_other_urls(
@@ -100,7 +100,7 @@ def test_a_query_is_read_as_rendered_and_nothing_is_added(server: ServerProcess)
     assert get_reward(server, {"query": ["1+2=3"]})["rewards"] == [pytest.approx(native, abs=5e-5)]
 
 
-def test_a_query_that_is_too_long_is_refused_or_cut_as_the_url_says(target: Target) -> None:
+def test_a_long_query_is_rejected_or_truncated_as_the_url_says(target: Target) -> None:
     text = "1+" * LIMIT
     error = target.refused(target.server.http.post("/get_reward", json={"query": ["1+2=3", text]}), 422, "too_long")
     assert error["message"].startswith("query[1]")
@@ -149,7 +149,7 @@ def test_attributes_of_all_queries_are_logged() -> None:
 def remote_rm(server: ServerProcess, body: Any, query: str = "") -> Any:
     reply = server.http.post(f"/remote_rm{query}", json=body)
     assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"] == "application/json"  # aiohttp's json() looks at it
+    assert reply.headers["content-type"] == "application/json"  # aiohttp's json() checks it
     return reply.json()
 
 
@@ -160,15 +160,15 @@ def test_slime_reads_a_bare_number(server: ServerProcess, expected: list[float])
         assert reward == pytest.approx(value, abs=5e-5)
 
 
-def test_a_prompt_that_is_rendered_already_is_not_scored_as_text(server: ServerProcess, expected: list[float]) -> None:
+def test_an_already_rendered_prompt_is_not_scored_as_text(server: ServerProcess, expected: list[float]) -> None:
     """As slime sends it with --apply-chat-template and the plain URL."""
     sample = {"prompt": "<bos>7+8+4=", "response": "7+8=15;15+4=19;#19<eos>", "label": None}
     reply = server.http.post("/remote_rm", json=sample)
     assert reply.status_code == 422
     assert "begins with '<bos>', a control token" in reply.text
     assert "?rendered=true" in reply.text
-    meant = server.http.post("/remote_rm?rendered=false", json=sample)
-    assert meant.json() != pytest.approx(server.http.post("/remote_rm?rendered=true", json=sample).json(), abs=0.1)
+    as_text = server.http.post("/remote_rm?rendered=false", json=sample)
+    assert as_text.json() != pytest.approx(server.http.post("/remote_rm?rendered=true", json=sample).json(), abs=0.1)
 
 
 def test_slime_reads_a_key_and_rendered_text(server: ServerProcess, expected: list[float]) -> None:
@@ -178,7 +178,7 @@ def test_slime_reads_a_key_and_rendered_text(server: ServerProcess, expected: li
     assert reply == {"reward": pytest.approx(expected[0], abs=5e-5)}
 
 
-def test_control_strings_in_a_sample_that_is_not_rendered_stay_text(server: ServerProcess) -> None:
+def test_control_strings_in_an_unrendered_sample_stay_text(server: ServerProcess) -> None:
     sample = {"prompt": "1+2=", "response": "1+2=3;#3<eos>", "label": None}
     (native,) = server.rewards([{"prompt": "1+2=", "responses": ["1+2=3;#3<eos>"]}]).json()["items"][0]["scores"]
     assert remote_rm(server, sample) == pytest.approx(native, abs=5e-5)
@@ -222,9 +222,9 @@ def test_a_rule_gets_the_label_and_only_open_protocols_need_no_key() -> None:
     }
     with ServerProcess(tree) as server:
         queries = ["<bos>#7:1+2=#3", "<bos>#7:1+2=#4"]
-        asked = {"query": queries, "prompts": ["#7:1+2="] * 2, "labels": ["3", "3"]}
-        assert get_reward(server, asked)["rewards"] == [1.0, 0.0]  # openrlhf needs no key here
-        for missing in ({"query": queries}, {**asked, "prompts": ["4+5=", "4+5="]}, {**asked, "labels": [None, None]}):
+        body = {"query": queries, "prompts": ["#7:1+2="] * 2, "labels": ["3", "3"]}
+        assert get_reward(server, body)["rewards"] == [1.0, 0.0]  # openrlhf needs no key here
+        for missing in ({"query": queries}, {**body, "prompts": ["4+5=", "4+5="]}, {**body, "labels": [None, None]}):
             unreadable = server.http.post("/get_reward", json=missing)
             assert unreadable.status_code == 422, unreadable.text
             assert "query[0]" in unreadable.json()["error"]["message"]
@@ -237,14 +237,14 @@ def test_a_rule_gets_the_label_and_only_open_protocols_need_no_key() -> None:
         assert server.http.post("/v1/rewards", json={"items": [{"text": "1"}]}).status_code == 401
 
 
-# The pages
+# The documentation
 
 
 PAGES = Path(__file__).parents[2] / "docs" / "protocols"
 
 
 @pytest.mark.parametrize("page", ["nemo-aligner", "openrlhf", "slime"])
-def test_the_examples_of_the_pages_are_answered_as_they_say(server: ServerProcess, page: str) -> None:
+def test_documented_examples_get_the_documented_replies(server: ServerProcess, page: str) -> None:
     text = (PAGES / f"{page}.md").read_text()
     pattern = r"```bash\ncurl -s '?localhost:5555([^ ']+)'? -d '(.*?)'\n```\n\n```text\n(.*?)\n```"
     examples = re.findall(pattern, text, re.DOTALL)
@@ -266,7 +266,7 @@ def _rounded(value: Any) -> Any:
 # NeMo Gym
 
 
-def test_nemo_gym_gets_its_request_back_with_the_reward_of_the_same_chat(server: ServerProcess) -> None:
+def test_nemo_gym_verify_returns_the_request_with_the_reward_of_the_chat(server: ServerProcess) -> None:
     thought = {"type": "reasoning", "id": "t", "summary": []}
     for number, (prompt, response) in enumerate(chains(3)):
         messages = [{"role": "user", "content": prompt}]
@@ -282,7 +282,7 @@ def test_nemo_gym_gets_its_request_back_with_the_reward_of_the_same_chat(server:
             assert content == body
 
 
-def test_a_session_of_nemo_gym_is_a_name_and_what_has_no_reward_is_an_error(server: ServerProcess) -> None:
+def test_nemo_gym_session_ids_are_echoed_and_a_missing_reward_is_an_error(server: ServerProcess) -> None:
     assert server.http.post("/seed_session", json={}).json() == {}
     seed = {"resources_session_id": "s1", "episode_id": "e", "task_id": "t", "task_data": {}}
     assert server.http.post("/nemo-gym/seed_session", json=seed).json() == {"resources_session_id": "s1"}
@@ -303,7 +303,7 @@ def test_a_session_of_nemo_gym_is_a_name_and_what_has_no_reward_is_an_error(serv
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_twelve_mistakes_have_the_protocols_own_errors(server: ServerProcess, name: str) -> None:
+def test_twelve_client_mistakes_get_the_protocols_own_errors(server: ServerProcess, name: str) -> None:
     replies = made(server.http, FORMS[name], f"/{name}")
     assert set(replies) == set(MISTAKES)
     assert {mistake: reply.status_code for mistake, reply in replies.items()} == FORMS[name].statuses

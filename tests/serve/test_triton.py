@@ -24,7 +24,7 @@ from tests.serve.test_native import chains
 
 KINDS = {"i8": "INT64", "i4": "INT32", "u2": "UINT16", "f4": "FP32", "b1": "BOOL"}
 INFER = "/v2/models/reward_model/infer"
-LIMIT = 256  # tokens that the embedded model takes
+LIMIT = 256  # maximum tokens of the embedded model
 END = 2
 SERVED = {"sums", "moods", "annotator", "reward_model", "process_model"}
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     path = tiny.write(tmp_path_factory.mktemp("moods"), moods, tiny.llama3())
     models = {
         "sums": {"path": "sums"},
-        "process_model": {"path": "sums-steps"},  # a name that is an alias where no model has it
+        "process_model": {"path": "sums-steps"},  # an alias unless a model has this name
         "moods": {"path": path, "weights": {"calm": 0.25, "glad": 1.0}},
     }
     with ServerProcess({"models": models, "aliases": {"annotator": "moods/attributes"}}) as server:
@@ -58,15 +58,15 @@ def rows() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(server: ServerProcess, rows: list[list[int]]) -> list[float]:
-    """What the native protocol says of them."""
+    """The scores of the native protocol."""
     return [item["scores"][0] for item in server.rewards([{"tokens": row} for row in rows]).json()["items"]]
 
 
 def padded(rows: Sequence[Sequence[int]], columns: int = 64) -> dict[str, np.ndarray]:
-    """As NeMo-Aligner sends them: zeros on the right, and how much of each row counts."""
+    """The tensors that NeMo-Aligner sends: rows padded with zeros on the right, and their lengths."""
     tokens = np.zeros((len(rows), columns), dtype="<i8")
-    for at, row in enumerate(rows):
-        tokens[at, : len(row)] = row
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
     return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows], dtype="<i8").reshape(-1, 1)}
 
 
@@ -104,7 +104,7 @@ def outputs_of(reply: httpx.Response) -> dict[str, np.ndarray]:
     head = json.loads(reply.content if length is None else reply.content[: int(length)])
     rest = b"" if length is None else reply.content[int(length) :]
     assert (head["id"], head["model_version"]) == ("7", "1")
-    found = {}
+    outputs = {}
     for output in head["outputs"]:
         kind = {"FP32": "<f4", "INT32": "<i4"}[output["datatype"]]
         if "data" in output:
@@ -112,13 +112,13 @@ def outputs_of(reply: httpx.Response) -> dict[str, np.ndarray]:
         else:
             size = output["parameters"]["binary_data_size"]
             values, rest = np.frombuffer(rest[:size], dtype=kind), rest[size:]
-        found[output["name"]] = values.reshape(output["shape"])
+        outputs[output["name"]] = values.reshape(output["shape"])
     assert rest == b""
-    return found
+    return outputs
 
 
 def refused(reply: httpx.Response, *parts: str, status: int = 400) -> str:
-    """The message of an error as Triton's clients read it."""
+    """Check that the reply is an error in Triton's format; return its message."""
     assert reply.status_code == status, reply.text
     assert reply.headers["content-type"] == "application/json"
     content = reply.json()
@@ -130,17 +130,17 @@ def refused(reply: httpx.Response, *parts: str, status: int = 400) -> str:
     return message
 
 
-# What is right
+# Valid requests
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_json_tensors_have_the_native_scores(
     server: ServerProcess, rows: list[list[int]], expected: list[float], flat: bool
 ) -> None:
-    found = outputs_of(server.http.post(INFER, json=as_json(padded(rows), flat=flat)))
-    assert found["rewards"].shape == (12, 1)
-    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
-    assert found["exceeded"].tolist() == [[0]] * 12
+    outputs = outputs_of(server.http.post(INFER, json=as_json(padded(rows), flat=flat)))
+    assert outputs["rewards"].shape == (12, 1)
+    assert np.allclose(outputs["rewards"].flatten(), expected, atol=5e-5)
+    assert outputs["exceeded"].tolist() == [[0]] * 12
 
 
 @pytest.mark.parametrize("kind", ["<i8", "<i4", "<u2"])
@@ -150,28 +150,28 @@ def test_binary_tensors_of_any_integers_have_the_native_scores(
     tensors = {name: values.astype(kind) for name, values in padded(rows).items()}
     body, headers = as_binary(tensors, outputs=[{"name": "rewards", "parameters": {"binary_data": True}}])
     reply = server.http.post(INFER, content=body, headers=headers)
-    found = outputs_of(reply)
-    assert set(found) == {"rewards"}
-    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
+    outputs = outputs_of(reply)
+    assert set(outputs) == {"rewards"}
+    assert np.allclose(outputs["rewards"].flatten(), expected, atol=5e-5)
 
 
-def test_some_tensors_may_be_binary_and_others_json(
+def test_binary_and_json_tensors_may_be_mixed(
     server: ServerProcess, rows: list[list[int]], expected: list[float]
 ) -> None:
     tensors = padded(rows)
     lengths = as_json(tensors)["inputs"][1]
     data = tensors["tokens"].tobytes()
     tokens = {"name": "tokens", "shape": [12, 64], "datatype": "INT64", "parameters": {"binary_data_size": len(data)}}
-    wanted = [{"name": "exceeded", "parameters": {"binary_data": False}}, {"name": "rewards"}]
-    asked = {"id": "7", "inputs": [lengths, tokens], "outputs": wanted, "parameters": {"binary_data_output": True}}
-    head = json.dumps(asked).encode()
+    requested = [{"name": "exceeded", "parameters": {"binary_data": False}}, {"name": "rewards"}]
+    request = {"id": "7", "inputs": [lengths, tokens], "outputs": requested, "parameters": {"binary_data_output": True}}
+    head = json.dumps(request).encode()
     headers = {"inference-header-content-length": str(len(head))}
-    found = outputs_of(server.http.post(INFER, content=head + data, headers=headers))
-    assert list(found) == ["exceeded", "rewards"]
-    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
+    outputs = outputs_of(server.http.post(INFER, content=head + data, headers=headers))
+    assert list(outputs) == ["exceeded", "rewards"]
+    assert np.allclose(outputs["rewards"].flatten(), expected, atol=5e-5)
 
 
-def test_both_names_and_the_version_lead_to_the_model(server: ServerProcess, rows: list[list[int]]) -> None:
+def test_both_names_and_the_version_select_the_model(server: ServerProcess, rows: list[list[int]]) -> None:
     body = as_json(padded(rows[:1]))
     for name in ("reward_model", "sums"):
         for version in ("", "/versions/1"):
@@ -183,29 +183,29 @@ def test_both_names_and_the_version_lead_to_the_model(server: ServerProcess, row
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_packed_requests_and_replies(
+def test_compressed_requests_and_replies(
     server: ServerProcess, rows: list[list[int]], expected: list[float], coding: str
 ) -> None:
     body, headers = as_binary(padded(rows * 40))
-    packed = (gzip if coding == "gzip" else zlib).compress(body)
+    compressed = (gzip if coding == "gzip" else zlib).compress(body)
     headers |= {"content-encoding": coding, "accept-encoding": coding}
-    reply = server.http.post(INFER, content=packed, headers=headers)  # httpx unpacks
+    reply = server.http.post(INFER, content=compressed, headers=headers)  # httpx decompresses
     assert reply.headers["content-encoding"] == coding
     assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected * 40, atol=5e-5)
-    small = server.http.post(INFER, content=packed, headers={**headers, "accept-encoding": "identity"})
+    small = server.http.post(INFER, content=compressed, headers={**headers, "accept-encoding": "identity"})
     assert "content-encoding" not in small.headers
     assert np.allclose(outputs_of(small)["rewards"].flatten(), expected * 40, atol=5e-5)
 
 
 def plain_ids(text: str) -> list[int]:
-    """Without a begin token, as NeMo-Aligner reads sentences."""
+    """Token ids without a begin token, as NeMo-Aligner tokenises sentences."""
     from plaudit.models import load_tokenizer
 
     ids: list[int] = load_tokenizer("sums").encode(text, add_special_tokens=False)
     return ids
 
 
-def test_sentences_are_read_without_begin_token_and_end_if_asked_to(server: ServerProcess) -> None:
+def test_sentences_have_no_begin_token_and_an_end_token_on_request(server: ServerProcess) -> None:
     text = "".join(chains(1)[0])
     ids = plain_ids(text)
     native = [i["scores"][0] for i in server.rewards([{"tokens": ids}, {"tokens": [*ids, END]}]).json()["items"]]
@@ -214,54 +214,54 @@ def test_sentences_are_read_without_begin_token_and_end_if_asked_to(server: Serv
         lambda tensors: server.http.post(INFER, json=as_json(tensors)),
         lambda tensors: server.http.post(INFER, content=as_binary(tensors)[0], headers=as_binary(tensors)[1]),
     ):
-        found = outputs_of(send(sentences(text, f"{text}<eos>")))
-        assert np.allclose(found["rewards"].flatten(), native, atol=5e-5)
+        outputs = outputs_of(send(sentences(text, f"{text}<eos>")))
+        assert np.allclose(outputs["rewards"].flatten(), native, atol=5e-5)
         ended = outputs_of(send({**sentences(text, text), "add_EOS": np.array([[True], [False]])}))
-        assert np.allclose(ended["rewards"].flatten(), [native[1]] * 2, atol=5e-5)  # the first row speaks for all
+        assert np.allclose(ended["rewards"].flatten(), [native[1]] * 2, atol=5e-5)  # the first row applies to all
         open_ended = outputs_of(send({**sentences(text), "add_EOS": np.array([[False]])}))
         assert np.allclose(open_ended["rewards"].flatten(), native[:1], atol=5e-5)
 
 
-def test_sentences_win_over_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
+def test_sentences_take_precedence_over_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
     text = "".join(chains(3)[2])
     both = outputs_of(server.http.post(INFER, json=as_json({**padded(rows[:1]), **sentences(text)})))
     alone = outputs_of(server.http.post(INFER, json=as_json(sentences(text))))
     assert both["rewards"] == alone["rewards"]
 
 
-def test_a_long_sentence_is_cut_only_where_the_caller_can_see_it(server: ServerProcess) -> None:
+def test_a_long_sentence_is_truncated_only_if_exceeded_is_returned(server: ServerProcess) -> None:
     text = "1+" * LIMIT
-    found = outputs_of(server.http.post(INFER, json=as_json(sentences(text, "1+2=3"))))
-    assert found["exceeded"].tolist() == [[1], [0]]
+    outputs = outputs_of(server.http.post(INFER, json=as_json(sentences(text, "1+2=3"))))
+    assert outputs["exceeded"].tolist() == [[1], [0]]
     cut = server.rewards([{"tokens": plain_ids(text)[:LIMIT]}]).json()["items"][0]["scores"][0]
-    assert abs(found["rewards"][0, 0] - cut) < 1e-5
+    assert abs(outputs["rewards"][0, 0] - cut) < 1e-5
     rewards_only = {**as_json(sentences(text)), "outputs": [{"name": "rewards"}]}
     refused(server.http.post(INFER, json=rewards_only), "row[0]", str(LIMIT))
 
 
-def test_no_rows_have_no_rewards(server: ServerProcess) -> None:
+def test_an_empty_batch_has_no_rewards(server: ServerProcess) -> None:
     for tensors in (padded([]), sentences()):
-        found = outputs_of(server.http.post(INFER, json=as_json(tensors)))
-        assert found["rewards"].shape == found["exceeded"].shape == (0, 1)
+        outputs = outputs_of(server.http.post(INFER, json=as_json(tensors)))
+        assert outputs["rewards"].shape == outputs["exceeded"].shape == (0, 1)
         body, headers = as_binary(tensors)
         assert outputs_of(server.http.post(INFER, content=body, headers=headers))["rewards"].shape == (0, 1)
 
 
-def test_attributes_stay_apart_where_an_alias_asks_for_it(server: ServerProcess) -> None:
-    asked = as_json(padded([[5, 6, 7], [8, 9, 10, 11]]))
-    apart = outputs_of(server.http.post("/v2/models/annotator/infer", json=asked))["rewards"]
-    merged = outputs_of(server.http.post("/v2/models/moods/infer", json=asked))["rewards"]
-    assert apart.shape == (2, 3)
+def test_an_attributes_alias_returns_separate_attributes(server: ServerProcess) -> None:
+    request = as_json(padded([[5, 6, 7], [8, 9, 10, 11]]))
+    separate = outputs_of(server.http.post("/v2/models/annotator/infer", json=request))["rewards"]
+    merged = outputs_of(server.http.post("/v2/models/moods/infer", json=request))["rewards"]
+    assert separate.shape == (2, 3)
     assert merged.shape == (2, 1)
     native = server.rewards([{"tokens": [5, 6, 7]}], model="moods").json()["items"][0]
     assert list(native["attributes"][0]) == ["angry", "calm", "glad"]
-    assert np.allclose(apart[0], list(native["attributes"][0].values()), atol=5e-5)
-    assert np.allclose(apart @ [0, 0.25, 1.0], merged[:, 0], atol=5e-5)
+    assert np.allclose(separate[0], list(native["attributes"][0].values()), atol=5e-5)
+    assert np.allclose(separate @ [0, 0.25, 1.0], merged[:, 0], atol=5e-5)
     assert server.http.get("/v2/models/annotator").json()["outputs"][0]["shape"] == [-1, -1]
     assert server.http.get("/v2/models/annotator/config").json()["output"][0]["dims"] == [-1]
 
 
-def test_what_clients_ask_before_they_infer(server: ServerProcess) -> None:
+def test_health_metadata_config_and_index_routes(server: ServerProcess) -> None:
     http = server.http
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready", "/v2/models/sums/versions/1/ready"):
         assert http.get(path).status_code == 200
@@ -280,7 +280,7 @@ def test_what_clients_ask_before_they_infer(server: ServerProcess) -> None:
     assert index == dict.fromkeys(SERVED, "READY")
 
 
-def test_statistics_count(server: ServerProcess, rows: list[list[int]]) -> None:
+def test_statistics_count_rows(server: ServerProcess, rows: list[list[int]]) -> None:
     def count() -> int:
         (entry,) = server.http.get("/v2/models/sums/stats").json()["model_stats"]
         return int(entry["inference_stats"]["success"]["count"])
@@ -292,7 +292,7 @@ def test_statistics_count(server: ServerProcess, rows: list[list[int]]) -> None:
     assert {entry["name"] for entry in everything} == SERVED
 
 
-# What is wrong
+# Invalid requests
 
 
 def tensor(name: str = "tokens", shape: Any = (1, 4), kind: Any = "INT64", **more: Any) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def test_a_bad_tensor_is_refused_by_name(target: Target, name: str) -> None:
     target.sound()
 
 
-def test_no_bad_tensor_took_memory(target: Target) -> None:
+def test_bad_tensors_allocate_no_memory(target: Target) -> None:
     before = target.peak_bytes()
     for inputs, _ in BAD.values():
         assert target.server.http.post(INFER, json={"inputs": inputs}).status_code == 400
@@ -428,7 +428,7 @@ def test_bad_bytes_are_refused_by_name(target: Target, name: str) -> None:
         (b'{"inputs": ' + b"[" * 100_000, ["not valid"]),
     ],
 )
-def test_what_is_no_inference_request_is_refused(target: Target, body: bytes, parts: list[str]) -> None:
+def test_malformed_inference_requests_are_refused(target: Target, body: bytes, parts: list[str]) -> None:
     refused(target.server.http.post(INFER, content=body), *parts)
     target.sound()
 
@@ -450,7 +450,7 @@ def test_errors_of_paths_verbs_and_encodings_have_tritons_shape(server: ServerPr
 def test_a_bad_row_fails_its_request_and_no_other(
     server: ServerProcess, rows: list[list[int]], expected: list[float]
 ) -> None:
-    """Under way together, so that they share the steps of the model."""
+    """Sent concurrently, so that they share the steps of the model."""
     bad = as_json(padded([rows[0], [5, 999, 2]]))
     good = as_json(padded(rows))
     with ThreadPoolExecutor(16) as threads:
@@ -462,7 +462,7 @@ def test_a_bad_row_fails_its_request_and_no_other(
             assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected, atol=5e-5)
 
 
-def test_a_score_beyond_fp32_is_an_error_and_no_infinity() -> None:
+def test_a_score_beyond_fp32_is_an_error_and_not_infinity() -> None:
     from plaudit.serve.protocols.triton.routes import _matrix
 
     with pytest.raises(HttpError, match=r"row\[1\].*1e\+39"):
@@ -471,7 +471,7 @@ def test_a_score_beyond_fp32_is_an_error_and_no_infinity() -> None:
 
 
 def test_sixty_megabytes_of_padding_are_not_unpacked_to_lists(target: Target) -> None:
-    """One byte each as they come; as Python's lists they would be 8."""
+    """One byte per token in the body; in Python lists it would be 8."""
     columns = 15_000
     tokens = np.zeros((4000, columns), dtype="u1")
     tokens[:, :3] = (5, 6, 2)
@@ -492,7 +492,7 @@ def test_sixty_megabytes_of_padding_are_not_unpacked_to_lists(target: Target) ->
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_taken_where_triton_clients_put_it() -> None:
+def test_a_key_is_required_and_read_from_triton_clients_headers() -> None:
     with ServerProcess(None, "--model", "sums", "--api-key", "secret-of-nemo", "--protocols", "triton") as server:
         body = as_json(padded([[5, 6, 2]]))
         refused(server.http.post(INFER, json=body), "Bearer", status=401)
@@ -504,7 +504,7 @@ def test_a_key_is_asked_for_and_taken_where_triton_clients_put_it() -> None:
         assert server.http.post("/get_reward", json={"query": []}).status_code == 404  # not among --protocols
 
 
-def test_the_wire_alone() -> None:
+def test_wire_functions_without_a_server() -> None:
     body, headers = as_binary(padded([[5, 6, 2]], 4))
     infer = triton.read_infer(body, headers["inference-header-content-length"].encode(), 8)
     assert infer.outputs == {"rewards": True, "exceeded": True}

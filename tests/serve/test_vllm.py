@@ -71,7 +71,7 @@ def refused(server: ServerProcess, path: str, body: Any, status: int = 400) -> d
 
 
 def raw_rewards(server: ServerProcess, rows: list[list[int]]) -> list[float]:
-    """What /v1/rewards says of the same tokens, before it was standardised."""
+    """The scores of /v1/rewards for the same tokens, without the standardisation."""
     items = server.rewards([{"tokens": row} for row in rows]).json()["items"]
     return [item["scores"][0] * 2.0 + 1.0 for item in items]
 
@@ -82,7 +82,7 @@ def rows() -> list[list[int]]:
     return [[*tokenizer.encode(p + r), tokenizer.eos_token_id] for p, r in chains(6)]
 
 
-def test_classify_gives_the_head_of_the_same_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
+def test_classify_returns_the_heads_output_for_the_same_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
     expected = np.array(raw_rewards(server, rows))
     reply = asked(server, "/classify", {"model": "sums", "input": rows, "use_activation": False})
     assert np.allclose([d["probs"][0] for d in reply["data"]], expected, atol=5e-5)
@@ -107,7 +107,7 @@ def test_texts_are_read_as_verl_sends_them(server: ServerProcess, rows: list[lis
     assert np.allclose([d["embedding"][-1] for d in embedded["data"]], expected, atol=5e-5)
 
 
-def test_a_model_answers_to_the_path_it_was_loaded_from(server: ServerProcess, moods: Any) -> None:
+def test_a_model_can_be_selected_by_its_path(server: ServerProcess, moods: Any) -> None:
     path = next(p for p in _paths(server) if "moods" in p)
     assert asked(server, "/classify", {"model": path, "input": "hi"})["model"] == "moods"
     assert path not in server.http.get("/v1/models").text
@@ -121,7 +121,7 @@ def _paths(server: ServerProcess) -> list[str]:
     return [model["path"] for model in tree["models"].values() if "path" in model]
 
 
-def test_several_labels_are_shown_as_they_are_and_softmaxed(server: ServerProcess, moods: Any) -> None:
+def test_several_labels_are_returned_raw_or_softmaxed(server: ServerProcess, moods: Any) -> None:
     ids = tiny.llama3().encode("How are you?")
     logits = tiny.plain_class(moods, ids)[-1]
     raw = asked(server, "/classify", {"model": "moods", "input": "How are you?", "use_activation": False})["data"][0]
@@ -151,36 +151,36 @@ def test_pooling_of_a_sequence_its_tokens_and_its_steps(server: ServerProcess, m
     ids = tiny.llama3().encode("How are you?")
     body = {"model": "moods", "input": ids, "use_activation": False}
     logits = tiny.plain_class(moods, ids)
-    whole = asked(server, "/pooling", body)["data"][0]
-    assert whole["object"] == "pooling"
-    assert np.allclose(whole["data"], logits[-1], atol=1e-4)
+    sequence = asked(server, "/pooling", body)["data"][0]
+    assert sequence["object"] == "pooling"
+    assert np.allclose(sequence["data"], logits[-1], atol=1e-4)
     every = asked(server, "/pooling", {**body, "task": "token_classify"})["data"][0]["data"]
     assert np.allclose(every, logits, atol=1e-4)
     tagged = "One.<extra_0>Two.<extra_0>"
     expected = tiny.plain(steps, tiny.qwen().encode(tagged))
-    places = [i for i, token in enumerate(tiny.qwen().encode(tagged)) if token == tiny.qwen().encode("<extra_0>")[0]]
-    found = asked(server, "/pooling", {"model": "steps", "input": [tagged, "no step"]})["data"]
-    assert np.allclose(found[0]["data"], tiny.softmax(expected[places]), atol=1e-4)
-    assert found[1]["data"] == []
+    positions = [i for i, token in enumerate(tiny.qwen().encode(tagged)) if token == tiny.qwen().encode("<extra_0>")[0]]
+    pooled = asked(server, "/pooling", {"model": "steps", "input": [tagged, "no step"]})["data"]
+    assert np.allclose(pooled[0]["data"], tiny.softmax(expected[positions]), atol=1e-4)
+    assert pooled[1]["data"] == []
     rows = asked(server, "/pooling", {"model": "plain-steps", "input": "1+2=1+2=3;#3", "add_special_tokens": False})
     assert np.array(rows["data"][0]["data"]).shape == (12, 2)
 
 
-def test_base64_is_the_array(server: ServerProcess) -> None:
+def test_base64_decodes_to_the_same_array(server: ServerProcess) -> None:
     body = {"model": "moods", "input": "hi", "task": "token_classify", "use_activation": False}
     rows = asked(server, "/pooling", body)["data"][0]["data"]
     for kind, order, number in (("float32", "little", "<f4"), ("float32", "big", ">f4"), ("float16", "native", "=f2")):
         options = {"encoding_format": "base64", "embed_dtype": kind, "endianness": order}
         data = asked(server, "/pooling", {**body, **options})["data"][0]["data"]
-        found = np.frombuffer(base64.b64decode(data), number).reshape(len(rows), 3)
-        assert np.allclose(found, rows, atol=1e-2 if kind == "float16" else 1e-6)
+        decoded = np.frombuffer(base64.b64decode(data), number).reshape(len(rows), 3)
+        assert np.allclose(decoded, rows, atol=1e-2 if kind == "float16" else 1e-6)
     packed = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "encoding_format": "base64"})
     raw = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "dimensions": 3})
     values = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     assert np.allclose(values, raw["data"][0]["embedding"], atol=1e-6)
 
 
-def test_score_and_rerank(server: ServerProcess) -> None:
+def test_score_and_rerank_return_the_heads_scores(server: ServerProcess) -> None:
     documents = ["1+2=3;#3", "1+2=4;#4", "#3"]
     body = {"model": "sums", "queries": "1+2=", "documents": documents, "use_activation": False}
     tokenizer = load_tokenizer("sums")
@@ -197,18 +197,18 @@ def test_score_and_rerank(server: ServerProcess) -> None:
     assert "3 labels" in refused(server, "/score", {**body, "model": "moods"})["message"]
 
 
-def test_cutting(server: ServerProcess, moods: Any) -> None:
+def test_truncation_options(server: ServerProcess, moods: Any) -> None:
     tokenizer = tiny.llama3()
     text = "abcdefgh" * 40
     ids = tokenizer.encode(text)
 
-    def found(**options: Any) -> np.ndarray:
+    def probs(**options: Any) -> np.ndarray:
         body = {"model": "moods", "input": text, "use_activation": False, **options}
         return np.array(asked(server, "/classify", body)["data"][0]["probs"])
 
-    assert np.allclose(found(truncate_prompt_tokens=10), tiny.plain_class(moods, ids[:10])[-1], atol=1e-4)
-    assert np.allclose(found(truncate_prompt_tokens=-1), tiny.plain_class(moods, ids[:128])[-1], atol=1e-4)
-    left = found(truncate_prompt_tokens=10, truncation_side="left")
+    assert np.allclose(probs(truncate_prompt_tokens=10), tiny.plain_class(moods, ids[:10])[-1], atol=1e-4)
+    assert np.allclose(probs(truncate_prompt_tokens=-1), tiny.plain_class(moods, ids[:128])[-1], atol=1e-4)
+    left = probs(truncate_prompt_tokens=10, truncation_side="left")
     assert np.allclose(left, tiny.plain_class(moods, ids[-10:])[-1], atol=1e-4)
     error = refused(server, "/classify", {"model": "moods", "input": text})
     assert error["param"] == "input_tokens"
@@ -216,7 +216,7 @@ def test_cutting(server: ServerProcess, moods: Any) -> None:
     assert "128" in error["message"]
 
 
-def test_tokens_and_back(server: ServerProcess) -> None:
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     tokenizer = tiny.llama3()
     reply = asked(server, "/tokenize", {"model": "moods", "prompt": "How?", "return_token_strs": True})
     assert reply["tokens"] == tokenizer.encode("How?")
@@ -229,7 +229,7 @@ def test_tokens_and_back(server: ServerProcess) -> None:
     assert server.http.get("/version").json().keys() == {"version"}
 
 
-def test_what_other_clients_read_of_the_models(server: ServerProcess) -> None:
+def test_model_cards_have_the_fields_that_clients_read(server: ServerProcess) -> None:
     card = next(m for m in server.http.get("/v1/models").json()["data"] if m["id"] == "moods")
     assert card["max_model_len"] == card["max_tokens"] == 128
     assert card["object"] == "model"
@@ -288,7 +288,7 @@ def test_refusals_name_the_field(
     assert refused(server, path, body, status)["param"] == param
 
 
-def test_bodies_that_are_no_json_objects(server: ServerProcess) -> None:
+def test_bodies_that_are_not_json_objects_are_refused(server: ServerProcess) -> None:
     for content in (b'{"inp', b"", b"[1]", b'"x"', b'{"input": "\\ud800"}'):
         reply = server.http.post("/classify", content=content, headers={"content-type": "application/json"})
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "Bad Request"), reply.text
@@ -300,16 +300,16 @@ def test_bodies_that_are_no_json_objects(server: ServerProcess) -> None:
     assert "5000" in refused(server, "/classify", many)["message"]
 
 
-def test_a_key_is_asked_for_and_requests_keep_their_names(server: ServerProcess) -> None:
-    stranger = httpx.post(f"{server.url}/classify", json={"input": "x"})
-    assert stranger.status_code == 401
-    assert set(stranger.json()["error"]) == {"message", "type", "param", "code"}
+def test_a_key_is_required_and_request_ids_are_kept(server: ServerProcess) -> None:
+    no_key = httpx.post(f"{server.url}/classify", json={"input": "x"})
+    assert no_key.status_code == 401
+    assert set(no_key.json()["error"]) == {"message", "type", "param", "code"}
     assert asked(server, "/classify", {"input": "x", "request_id": "mine"})["id"] == "classify-mine"
     named = asked(server, "/classify", {"input": "x", "request_id": "mine"}, **{"x-request-id": "theirs"})
     assert named["id"] == "classify-theirs"
 
 
-def test_shared_paths_go_by_the_body(server: ServerProcess) -> None:
+def test_shared_paths_are_routed_by_the_body(server: ServerProcess) -> None:
     """The table of docs/protocols/README.md."""
     classify: dict[str, Any] = {"model": "sums"}
     assert "embedding" in asked(server, "/classify", {**classify, "text": "1+2="})
@@ -327,8 +327,8 @@ def test_shared_paths_go_by_the_body(server: ServerProcess) -> None:
     assert asked(server, "/v1/score", {"queries": "a", "documents": ["b"]})["id"].startswith("score-")
 
 
-def test_a_base_path_chooses_the_protocol(server: ServerProcess) -> None:
-    """A URL that ends in the protocol's name: no body is anybody else's there."""
+def test_a_base_path_selects_the_protocol(server: ServerProcess) -> None:
+    """Below a base URL that ends in the protocol's name, every body is read in that protocol."""
     documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"], "return_documents": True, "raw_scores": True}
     assert "results" in asked(server, "/vllm/rerank", documents)
     assert isinstance(asked(server, "/sglang/v1/rerank", documents), list)
@@ -342,7 +342,7 @@ def test_a_base_path_chooses_the_protocol(server: ServerProcess) -> None:
     assert server.http.post("/vllm/classify", json={}).json()["error"]["code"] == 400
 
 
-def test_what_sagemaker_and_load_balancers_ask(server: ServerProcess) -> None:
+def test_sagemaker_and_load_balancer_routes(server: ServerProcess) -> None:
     for path, body in (
         ("/classify", {"model": "sums", "input": "1+2="}),
         ("/score", {"queries": "1+2=", "documents": ["3", "4"]}),
@@ -361,11 +361,11 @@ def test_what_sagemaker_and_load_balancers_ask(server: ServerProcess) -> None:
 def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: Any) -> None:
     """As vLLM does: no content is an empty text."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
-    ask, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
+    question, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
     for content in ({"content": None}, {"content": ""}, {}):
-        chat = [ask, {**answer, **content}]
+        chat = [question, {**answer, **content}]
         reply = asked(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
-        ids = tiny.llama3().apply_chat_template([ask, {"role": "assistant", "content": ""}], return_dict=False)
+        ids = tiny.llama3().apply_chat_template([question, {"role": "assistant", "content": ""}], return_dict=False)
         assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=5e-5)
         item = server.rewards([{"messages": chat}], "moods").json()["items"][0]
         good, bad = reply["data"][0]["probs"][2], reply["data"][0]["probs"][0]
@@ -378,7 +378,7 @@ def test_items_are_counted(server: ServerProcess) -> None:
     assert server.metric("plaudit_items_total", model="sums") - before == 2
 
 
-def test_no_body_is_a_fault_of_the_server(server: ServerProcess) -> None:
+def test_no_request_body_causes_a_server_error(server: ServerProcess) -> None:
     rng = random.Random(3)
     odd: list[Any] = [
         None, True, -1, 0, 2**62, 1.5, "", "x", "🙂" * 50, [], [[]], [None], ["a", 1], [[1], ["a"]], {}, {"a": {}},
