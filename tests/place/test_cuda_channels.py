@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective", "shared", "home"])
-def test_what_arrives_is_what_was_published(kind: str, tmp_path: Path) -> None:
+def test_received_weights_equal_published_weights(kind: str, tmp_path: Path) -> None:
     module = Small(1).to("cuda")
     channel: Channel = {
         "disk": lambda: DiskChannel(tmp_path / "weights"), "collective": CollectiveChannel,
@@ -37,7 +37,7 @@ def test_what_arrives_is_what_was_published(kind: str, tmp_path: Path) -> None:
     channel.close()
 
 
-def test_sharing_moves_nothing_and_keeps_addresses() -> None:
+def test_shared_memory_needs_no_copy_and_keeps_addresses() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel(module)
     with receiving(device="cuda") as (other,):
@@ -51,7 +51,7 @@ def test_sharing_moves_nothing_and_keeps_addresses() -> None:
     channel.close()
 
 
-def test_a_running_engine_keeps_its_addresses_for_its_graphs() -> None:
+def test_a_running_engine_keeps_its_addresses_for_cuda_graphs() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel()
     with receiving(device="cuda") as (other,):
@@ -64,7 +64,7 @@ def test_a_running_engine_keeps_its_addresses_for_its_graphs() -> None:
     channel.close()
 
 
-def test_the_memory_of_a_killed_engine_comes_back() -> None:
+def test_a_killed_engine_leaves_no_shared_memory_and_can_be_replaced() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel(module)
     with receiving(device="cuda") as (other,):
@@ -78,7 +78,7 @@ def test_the_memory_of_a_killed_engine_comes_back() -> None:
     channel.close()
 
 
-def test_a_killed_trainer_leaves_an_engine_that_takes_the_next() -> None:
+def test_an_engine_accepts_a_new_trainer_after_the_first_is_killed() -> None:
     module = Small(2).to("cuda")
     with receiving(device="cuda") as (other,):
         ours, theirs = socket.socketpair()
