@@ -16,8 +16,8 @@ from plaudit.plan.question import ask
 from plaudit.plan.search import Search
 
 GIB = 2**30
-# model: tp, pp, vpp, micro-batch, then GiB of states, of activations without recomputation, of activations with sequence
-# parallelism and selective recomputation
+# model: tp, pp, vpp, micro-batch, then GiB of states, of activations without recomputation, and of activations with
+# sequence parallelism and selective recomputation
 PAPER = {
     "megatron-22b": (8, 1, 1, 4, 45.5625, 59.25, 9.5625),
     "gpt3-175b": (8, 8, 3, 1, 45.5625, 66.84375, 12.3515625),
@@ -69,7 +69,7 @@ def test_a_device_gathers_only_its_own_experts() -> None:
 
 
 def test_pipeline_stages_of_plaudits_trainer_by_hand() -> None:
-    """Llama 3.1 8B in two stages of 16 layers, untied: each stage has one table of 128,256 × 4,096. The first stage keeps
+    """Llama 3.1 8B in two stages of 16 layers, untied: each stage has one table of 128,256 × 4,096. The first keeps
     two micro-batches and has no logits; with a batch of one micro-batch it keeps one."""
     model, table = ModelShape.named("llama-3.1-8b"), 128256 * 4096
     cut = TrainingLayout(pp=2, zero=3, plain=True, micro_tokens=4096)
@@ -122,9 +122,9 @@ def test_ppo_offloads_both_optimizers_and_the_reference() -> None:
 
 
 def test_a_colocated_cache_uses_the_memory_that_training_leaves() -> None:
-    """GB of a device in training, 7.616 B parameters over 8 ranks: three models of 2 bytes with two of 28 layers gathered,
-    two optimizers of 12 bytes, gradients of 4; the engine's half of the weights, graphs 1.0, reserve 3.9; for 4,096
-    tokens, 28 inputs of 3,584 numbers, one full layer, its gradients, and ten bytes for each of 152,064 logits."""
+    """GB of a device in training, 7.616 B parameters over 8 ranks: three models of 2 bytes with two of 28 layers
+    gathered, two optimizers of 12 bytes, gradients of 4; the engine's half of the weights, graphs 1.0, reserve 3.9; for
+    4,096 tokens, 28 inputs of 3,584 numbers, one layer, its gradients, and ten bytes for each of 152,064 logits."""
     cut = TrainingLayout(dp=8, zero=3, recompute="full")
     prediction = predict(
         "qwen2.5-7b", "1x8xH100", "colocated", generation=GenerationLayout(2), training=cut, algorithm="ppo", batch=4096
@@ -155,7 +155,7 @@ COLOCATED = (
 def test_a_larger_device_never_makes_a_plan_infeasible(
     placement: str, model: str, algorithm: str, tp: int, training: TrainingLayout
 ) -> None:
-    """The required memory does not depend on the device; once a plan fits it fits on every larger device, with more cache."""
+    """The needed memory does not depend on the device; a plan that fits also fits on larger ones, with more cache."""
     here = replace(cluster("1x8xH100"), host_memory=1e15)
     needed, sequences, fitted = set(), 0.0, False
     for gigabytes in range(16, 400, 16):
