@@ -50,9 +50,11 @@ class Looking(Silent):
     def __init__(self, recipe: RlRecipe) -> None:
         super().__init__()
         assert recipe.model.path is not None
-        whole = outline(recipe.model.path).module
-        self.bytes = sum(parameter.nbytes for parameter in whole.parameters())
-        self.matrices = {tuple(p.shape) for name, p in whole.named_parameters() if ".layers." in name and p.ndim > 1}
+        full_model = outline(recipe.model.path).module
+        self.bytes = sum(parameter.nbytes for parameter in full_model.parameters())
+        self.matrices = {
+            tuple(p.shape) for name, p in full_model.named_parameters() if ".layers." in name and p.ndim > 1
+        }
         self.training: RlTraining | None = None
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -63,8 +65,8 @@ class Looking(Silent):
         assert shards is not None
         gc.collect()
         assert self.matrices.isdisjoint({tuple(tensor.shape) for tensor in tensors()})
-        own = {tuple(p.shape) for name, p in placement.part.module.named_parameters() if ".layers." in name}
-        assert own, "an engine's rank has its part of the layers"
+        part_shapes = {tuple(p.shape) for name, p in placement.part.module.named_parameters() if ".layers." in name}
+        assert part_shapes, "an engine's rank has its part of the layers"
         shard_bytes = sum(parameter.to_local().nbytes for parameter in shards.parameters.values())
         assert shard_bytes < 0.7 * self.bytes
         assert all(parameter.is_meta for parameter in self.training.loaded.module.parameters())

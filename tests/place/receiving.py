@@ -170,7 +170,7 @@ def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, res
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     module = Small(1)
-    whole = digest(module)
+    published = digest(module)
     tensors: dict[str, Tensor] = {}
     halves: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
@@ -184,5 +184,5 @@ def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, res
     for version in (1, 2):
         channel.publish(Weights(tensors), version, wires)
     if rank == 0:
-        result.sendall(whole.encode())
+        result.sendall(published.encode())
     torch.distributed.destroy_process_group()

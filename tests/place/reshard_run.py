@@ -52,10 +52,10 @@ def model(seed: int) -> nn.Module:
 
 def engine_part(place: RankPosition) -> tuple[nn.Module, nn.Module, dict[str, Cut]]:
     """A rank's part of the model, uninitialised, on the CPU; the full model on the meta device; and the cuts."""
-    whole = model(0).to("meta")
-    part = copy.deepcopy(whole)
+    full_model = model(0).to("meta")
+    part = copy.deepcopy(full_model)
     cuts = keep_part(part, place)
-    return part.to_empty(device="cpu"), whole, cuts
+    return part.to_empty(device="cpu"), full_model, cuts
 
 
 def engine_parts(layout: Layout, tensor: int, stages: int) -> list[dict[str, Box]]:
@@ -200,11 +200,11 @@ def train_rank(
         )
 
         def become(seed: int) -> None:
-            for name, whole in model(seed).named_parameters():
+            for name, parameter in model(seed).named_parameters():
                 if shards is None:
-                    module.get_parameter(name).data.copy_(whole.data)
+                    module.get_parameter(name).data.copy_(parameter.data)
                 else:
-                    like, part = shards.parameters[name], whole.data
+                    like, part = shards.parameters[name], parameter.data
                     for cut in cuts(like):
                         part = cut.of(part)
                     like.detach().to_local().copy_(part)
@@ -234,11 +234,11 @@ def train_rank(
 
             def respond(message: dict[str, Any]) -> dict[str, Any]:
                 if "ask" in message:  # send a message to each rank of an engine
-                    found = []
+                    replies = []
                     for wire in wires[message["engine"]]:
                         wire.tell(message["ask"])
-                        found.append(wire.answer(SECONDS))
-                    return {"found": found}
+                        replies.append(wire.answer(SECONDS))
+                    return {"found": replies}
                 if "ask_one" in message:
                     wire = wires[message["engine"]][message["rank"]]
                     wire.tell(message["ask_one"])
@@ -291,8 +291,8 @@ class Training:
         self.processes = []
         with theirs:
             for rank in range(shape[0] * shape[1]):
-                given = (sockets, theirs) if rank == 0 else ([], None)
-                self.processes.append(Process(train_rank, rank, shape, port, tensor, stages, *given))
+                arguments = (sockets, theirs) if rank == 0 else ([], None)
+                self.processes.append(Process(train_rank, rank, shape, port, tensor, stages, *arguments))
         self._wire = SocketWire("training rank 0", self._commands)
 
     def ask(self, **message: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_staleness_is_bounded_and_each_prompt_is_used_once(tmp_path: Path, rollo
     tree = small(6, GRPO, **ASYNC)
     viewer = train(tmp_path / "run", tree, rollout_host)
     assert 0 < max(ages(tmp_path / "run")) <= 2
-    assert max(seen["staleness/max"] for seen in viewer.seen) == max(ages(tmp_path / "run"))
+    assert max(metrics["staleness/max"] for metrics in viewer.seen) == max(ages(tmp_path / "run"))
     assert prompts_of(tmp_path / "run") == asked(tree, 48), "in their order, none twice, none left out"
     for step in samples(tmp_path / "run"):
         for sample in step:
@@ -61,17 +61,17 @@ class Player:
         self.gates: dict[tuple[int, ...], threading.Event] = {}
 
     def play(self, prompts: list[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
-        found = []
+        results = []
         for group, prompt in enumerate(prompts):
             ids = tuple(prompt.token_ids or ())
             begun = self.version
             self.gates.setdefault(ids, threading.Event()).wait(30)
             versions = (begun, self.version)
             for index in range(n):
-                found.append(
+                results.append(
                     Sample(ids, (1, 2), "", (0.0, 0.0), (0.0, 0.0), versions, (1, 1), "stop", group=group, index=index)
                 )
-        return found
+        return results
 
 
 class Scorer:

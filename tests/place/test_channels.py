@@ -71,8 +71,8 @@ def test_received_weights_equal_published_weights(make: Make) -> None:
             published = channel.publish(Weights.of(module), version, [other.wire])
             assert published.version == version
             assert published.bytes == Weights.of(module).nbytes
-            seen = other.look()
-            assert (seen["version"], seen["digest"]) == (version, digest(module))
+            received = other.look()
+            assert (received["version"], received["digest"]) == (version, digest(module))
             train(module)
 
 
@@ -109,13 +109,13 @@ def test_versions_increase_and_a_restarted_engine_gets_the_current_one(make: Mak
         with pytest.raises(WeightsRefused, match="cannot publish version 3 after version 4"):
             channel.publish(Weights.of(module), 3, [first.wire])
         second.process.kill()
-        with receiving() as (again,):
-            assert again.look()["version"] is None
-            channel.publish(Weights.of(module), 4, [again.wire])
-            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+        with receiving() as (restarted,):
+            assert restarted.look()["version"] is None
+            channel.publish(Weights.of(module), 4, [restarted.wire])
+            assert restarted.look()["digest"] == first.look()["digest"] == digest(module)
             train(module)
-            channel.publish(Weights.of(module), 5, [first.wire, again.wire])
-            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+            channel.publish(Weights.of(module), 5, [first.wire, restarted.wire])
+            assert restarted.look()["digest"] == first.look()["digest"] == digest(module)
 
 
 def test_a_dead_receiver_is_named_and_the_others_continue(make: Make) -> None:
@@ -166,9 +166,9 @@ def test_a_receiver_that_dies_during_a_transfer_is_named(make: Make) -> None:
         with pytest.raises(ReceiverLost, match=r"rollout 1 .*exit code -9"):
             channel.publish(Weights.of(module), 2, [one.wire, dying.wire])
         train(module)
-        with receiving() as (again,):
-            channel.publish(Weights.of(module), 3, [one.wire, again.wire])
-            assert one.look()["digest"] == again.look()["digest"] == digest(module)
+        with receiving() as (replacement,):
+            channel.publish(Weights.of(module), 3, [one.wire, replacement.wire])
+            assert one.look()["digest"] == replacement.look()["digest"] == digest(module)
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective"], indirect=True)
@@ -227,9 +227,9 @@ def test_the_disk_channel_keeps_one_version_that_safetensors_reads(tmp_path: Pat
     from safetensors.torch import load_file
 
     module = Small(1)
-    for left in (".spare-of-one-that-was-killed", "version-000009"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "model.safetensors").write_bytes(b"x" * 3_000_000)  # longer than the new file
+    for leftover in (".spare-of-one-that-was-killed", "version-000009"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "model.safetensors").write_bytes(b"x" * 3_000_000)  # longer than the new file
     channel = DiskChannel(tmp_path)
     with receiving() as (other,):
         for version in (1, 2, 3):
@@ -275,9 +275,9 @@ def test_shared_memory_survives_a_killed_trainer_without_a_named_segment() -> No
             ours.settimeout(60.0)
             published = ours.recv(100).decode()
         assert trainer.wait() == -signal.SIGKILL
-        seen = other.look()
-        assert seen["digest"] == published
-        assert seen["shared"] == ["/memfd:plaudit-weights (deleted)"]
+        received = other.look()
+        assert received["digest"] == published
+        assert received["shared"] == ["/memfd:plaudit-weights (deleted)"]
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective", "shared"])

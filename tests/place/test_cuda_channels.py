@@ -31,8 +31,8 @@ def test_received_weights_equal_published_weights(kind: str, tmp_path: Path) -> 
         for version in (1, 2, 5):
             channel.publish(Weights.of(module), version, [other.wire for other in others])
             for other in others:
-                seen = other.look()
-                assert (seen["version"], seen["digest"]) == (version, digest(module))
+                received = other.look()
+                assert (received["version"], received["digest"]) == (version, digest(module))
             train(module)
     channel.close()
 
@@ -71,10 +71,10 @@ def test_a_killed_engine_leaves_no_shared_memory_and_can_be_replaced() -> None:
         channel.publish(Weights.of(module), 1, [other.wire])
         other.process.kill()
         assert other.process.wait() == -signal.SIGKILL
-    with receiving(device="cuda") as (again,):
-        channel.publish(Weights.of(module), 1, [again.wire])
-        assert again.look()["digest"] == digest(module)
-        assert not [path for path in again.look()["shared"] if path.startswith("/dev/shm") and "torch_" in path]
+    with receiving(device="cuda") as (replacement,):
+        channel.publish(Weights.of(module), 1, [replacement.wire])
+        assert replacement.look()["digest"] == digest(module)
+        assert not [path for path in replacement.look()["shared"] if path.startswith("/dev/shm") and "torch_" in path]
     channel.close()
 
 

@@ -82,15 +82,15 @@ def test_a_rank_loads_its_part_of_published_weights(qwen3: str, tied: bool) -> N
 
 def check_loading(path: str) -> None:
     """The loaded part equals, bit for bit, what is read from files of the weights, for full updates and for deltas."""
-    whole, policy = outline(path), load_policy(path).module
+    full_model, policy = outline(path), load_policy(path).module
     published = Weights.of(policy)
     before = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1e-3, t) for name, t in published.tensors.items()}
     for rank in range(4):
-        part = deepcopy(whole.module)
+        part = deepcopy(full_model.module)
         cuts = keep_part(part, RankPosition(rank, 2, 2))
-        fill(part, whole.read, cuts, "cpu")
+        fill(part, full_model.read, cuts, "cpu")
         expected = {name: tensor.clone() for name, tensor in named_tensors(part).items()}
-        target = PartTarget(part, whole.module, cuts)
+        target = PartTarget(part, full_model.module, cuts)
         for sent in (Weights(before), changes(published, before, since=0)):
             if sent.layout.packed:
                 assert not all(torch.equal(tensor, expected[name]) for name, tensor in named_tensors(part).items())
@@ -205,10 +205,10 @@ def test_an_engine_of_two_ranks_matches_the_samples_and_losses_of_one(
     tables = {"model": {"path": models(model)}}
     expected = train(tmp_path / "one", tiny_run(**tables), RolloutHost())
     tree = tiny_run(**tables, placement=placement, resources={"rollout": rollout})
-    strike = placement["name"] == "async"
+    kills = placement["name"] == "async"
 
     def look(_: RlTraining, step: int) -> None:
-        if strike and step == 1:
+        if kills and step == 1:
             (rank,) = engine_ranks()
             os.kill(rank.pid, signal.SIGKILL)
 
@@ -221,7 +221,7 @@ def test_an_engine_of_two_ranks_matches_the_samples_and_losses_of_one(
         assert mine == pytest.approx(theirs, abs=1e-5)
     if placement.get("delta"):
         assert all(0.5 < seen["publish/share"] <= 1 for seen in actual.seen), "of float32 nearly all changes in a step"
-    assert len(actual.warnings) == strike
+    assert len(actual.warnings) == kills
     assert all("it is restarted" in warning for warning in actual.warnings)
     psutil.wait_procs(engine_ranks(), timeout=60)
     assert not engine_ranks(), "they end with the run"

@@ -45,11 +45,11 @@ class Gauge:
         return None
 
 
-def made_up(**held: int) -> tuple[Ledger, Gauge, dict[str, int]]:
+def made_up(**sizes: int) -> tuple[Ledger, Gauge, dict[str, int]]:
     holdings, gauge = Holdings(), Gauge()
-    for owner in held:
-        holdings.counts[owner] = lambda owner=owner: held[owner]  # type: ignore[misc]
-    return Ledger(holdings, gauge), gauge, held
+    for owner in sizes:
+        holdings.counts[owner] = lambda owner=owner: sizes[owner]  # type: ignore[misc]
+    return Ledger(holdings, gauge), gauge, sizes
 
 
 def written(ledger: Ledger, directory: Path, step: int = 1) -> list[dict[str, object]]:
@@ -60,11 +60,11 @@ def written(ledger: Ledger, directory: Path, step: int = 1) -> list[dict[str, ob
 
 
 def test_memory_without_owner_is_unaccounted_and_temporary_memory_is_activations(tmp_path: Path) -> None:
-    ledger, gauge, held = made_up(weights=100, gradients=0)
+    ledger, gauge, sizes = made_up(weights=100, gradients=0)
     gauge.take(130)
     ledger.begin("update")
     gauge.take(220, highest=400)
-    held["gradients"] = 80
+    sizes["gradients"] = 80
     ledger.end("update", 0.5)
     (event,) = written(ledger, tmp_path)
     # The peak of 400: weights 100, gradients 80, the 30 that had no owner at the start, and the rest.

@@ -73,8 +73,8 @@ def numbers(directory: Path) -> dict[int, dict[str, float]]:
     by_step: dict[int, dict[str, float]] = {}
     for event in read_events(directory):
         if event["kind"] == "metric":
-            kept = {k: v for k, v in event["values"].items() if not k.startswith(OWN_AFFAIRS)}
-            by_step.setdefault(event["step"], {}).update(kept)
+            values = {k: v for k, v in event["values"].items() if not k.startswith(OWN_AFFAIRS)}
+            by_step.setdefault(event["step"], {}).update(values)
     return by_step
 
 

@@ -51,11 +51,11 @@ def test_a_run_reports_the_mismatch_between_engine_and_learner(url: str, tmp_pat
     viewer = Silent()
     train(tmp_path / "run", viewer, engine=engine(url, probe=1e-3))
     assert len(viewer.seen) == 3
-    for seen in viewer.seen:
-        assert seen["mismatch/abs_max"] < 1e-4
-        assert seen["probe/abs_max"] < 1e-4
-        assert seen["probe/follows"] == pytest.approx(1, abs=0.05)
-        assert seen["publish/bytes"] > 0
+    for metrics in viewer.seen:
+        assert metrics["mismatch/abs_max"] < 1e-4
+        assert metrics["probe/abs_max"] < 1e-4
+        assert metrics["probe/follows"] == pytest.approx(1, abs=0.05)
+        assert metrics["publish/bytes"] > 0
     assert not viewer.warnings
 
 

@@ -50,8 +50,8 @@ def test_names_tied_by_storage_alone_are_aliases_too() -> None:
 
 
 def test_a_view_of_another_shape_is_a_separate_tensor() -> None:
-    whole = torch.arange(6.0)
-    assert not Weights({"whole": whole, "part": whole[:3]}).layout.aliases
+    tensor = torch.arange(6.0)
+    assert not Weights({"whole": tensor, "part": tensor[:3]}).layout.aliases
 
 
 def test_a_layout_survives_serialization() -> None:

@@ -167,9 +167,9 @@ def test_when_nothing_fits_the_nearest_plan_is_shown_with_its_numbers(tmp_path: 
     assert "does not fit: host memory, per node: needs 2751.6 GB, has 2048.0 GB" in run.stdout
     assert re.search(r"^training +all +\d+", run.stdout, re.MULTILINE)
     assert run.stderr.count("\n") == 1
-    shown = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
+    page_data = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
     data = json.loads(plaudit(*words, "--json").stdout)
-    assert shown["nearest"] == data["nearest"]
+    assert page_data["nearest"] == data["nearest"]
     assert data["plans"] == []
     assert data["nearest"]["shortages"][-1]["needed_bytes"] == pytest.approx(2751.6e9, rel=1e-3)
     assert {"generation", "training"} <= {phase["name"] for phase in data["nearest"]["phases"]}

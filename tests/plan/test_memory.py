@@ -73,7 +73,7 @@ def test_pipeline_stages_of_plaudits_trainer_by_hand() -> None:
     two micro-batches and has no logits; with a batch of one micro-batch it keeps one."""
     model, table = ModelShape.named("llama-3.1-8b"), 128256 * 4096
     cut = TrainingLayout(pp=2, zero=3, plain=True, micro_tokens=4096)
-    whole = Trainer(model, cluster("1x2xH100"), replace(cut, pp=1), "bf16", Constants())
+    unstaged = Trainer(model, cluster("1x2xH100"), replace(cut, pp=1), "bf16", Constants())
     first, last = (Trainer(model, cluster("1x2xH100"), cut, "bf16", Constants(), stage=stage) for stage in (0, 1))
     half = (model.parameters - 2 * table) / 2
     assert first.parameters_here() == last.parameters_here() == pytest.approx(half + table)
@@ -82,7 +82,7 @@ def test_pipeline_stages_of_plaudits_trainer_by_hand() -> None:
     assert memory.activations(replace(first, most_tokens=4096), 1024).value == pytest.approx(4096 * 16 * per_layer)
     assert 4096 * 16 * per_layer < memory.activations(last, 1024).value < 4096 * 17 * per_layer
     assert memory.logits(first, 1024).value == 0
-    assert memory.logits(last, 1024).value == memory.logits(whole, 1024).value
+    assert memory.logits(last, 1024).value == memory.logits(unstaged, 1024).value
     uneven = Trainer(replace(model, layers=33), cluster("1x2xH100"), cut, "bf16", Constants())
     assert [replace(uneven, stage=stage).layers_here for stage in (0, 1)] == [17, 16]
 
@@ -217,11 +217,11 @@ def test_planned_activations_match_a_cpu_pass() -> None:
     use_packed_attention(module)
     samples = mixed_samples(320)
     tokens = pack_responses(samples, torch.device("cpu")).packed.input_ids.numel()
-    whole = sum(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
+    sample_tokens = sum(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
     model = ModelShape(64, HIDDEN, LAYERS, 4, 2, HIDDEN // 4, 3 * HIDDEN, True)
     length = tokens / len(samples)
     layout = TrainingLayout(zero=0, plain=True, micro_tokens=tokens)
-    own = Trainer(model, cluster("1x1xH100"), layout, "fp32", Constants(), whole / tokens)
+    own = Trainer(model, cluster("1x1xH100"), layout, "fp32", Constants(), sample_tokens / tokens)
     planned = memory.activations(own, length).value + memory.workspace(own, length).value
     assert planned == pytest.approx(one_pass(module, samples), rel=0.04)
 

@@ -198,9 +198,9 @@ def test_every_output_lists_runnable_plans_first(tmp_path: Path) -> None:
     assert lines[0] == data["headline"]
 
     text = page.read_text()
-    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
-    assert shown["headline"] == data["headline"]
-    assert shown["plans"][0] == data["plans"][0]
+    page_data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert page_data["headline"] == data["headline"]
+    assert page_data["plans"][0] == data["plans"][0]
     assert "Plans that Plaudit's trainer runs" in text
     assert "With other software" in text
 
@@ -213,9 +213,9 @@ def test_a_page_of_many_plans_shows_both_kinds(eight: Outcome) -> None:
     """Four accelerators with fifteen plans each: neither runnable nor other plans crowd out the other kind."""
     outcome = replace(eight, results={name: next(iter(eight.results.values())) for name in "abcd"})
     text = render_page(outcome)
-    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
-    assert {p["runnable"] for p in shown} == {True, False}
-    assert shown[0]["runnable"]
+    page_plans = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
+    assert {p["runnable"] for p in page_plans} == {True, False}
+    assert page_plans[0]["runnable"]
 
 
 def test_without_a_runnable_plan_the_headline_says_so_and_suggests_hardware(none_runnable: Outcome) -> None:

@@ -100,10 +100,10 @@ def test_sharding_conserves_parameters_and_flops(case: tuple[Workload, Plan]) ->
         assert trainer.optimizer_parameters_here() * cut.devices == pytest.approx(model.parameters)
     step = trainer.step(work.batch, work.length)
     products = next(part.value for part in step.parts if part.name == "products")
-    again = 4 / 3 if cut.recompute == "full" else 1.0
+    recompute_factor = 4 / 3 if cut.recompute == "full" else 1.0
     rate = plan.cluster.accelerator.bf16 * FIXED.gemm_share
     tokens = max(work.batch * work.length, cut.dp)
-    assert products * cut.devices * rate == pytest.approx(6 * model.active_parameters * tokens * again)
+    assert products * cut.devices * rate == pytest.approx(6 * model.active_parameters * tokens * recompute_factor)
 
 
 @settings(max_examples=40, deadline=None)

@@ -88,14 +88,14 @@ def nemo_metrics(path: Path) -> Path:
 
 def nemo_console(path: Path) -> Path:
     """The console has two decimals and no prompt lengths."""
-    whole = sum(as_measured(planned()).values())
+    step_seconds = sum(as_measured(planned()).values())
     step = [
         f"  • Mean Generation Length: {WORK['response']:.4f}",
         "",
         "⏱️  Timing:",
-        f"  • Total step time: {whole:.2f}s",
+        f"  • Total step time: {step_seconds:.2f}s",
     ]
-    step += [f"  • {key}: {value:.2f}s ({value / whole * 100:.1f}%)" for key, value in nemo_timing().items()]
+    step += [f"  • {key}: {value:.2f}s ({value / step_seconds * 100:.1f}%)" for key, value in nemo_timing().items()]
     path.write_text("\n".join(step * STEPS))
     return path
 

@@ -32,11 +32,11 @@ def test_plans_are_ranked_and_no_plan_dominates_the_frontier() -> None:
         times = [p.step.value for p in ranked]
         assert times == sorted(times)
     assert {p.plan.cluster.accelerator.name for p in outcome.best_of_each()} == {"H100 SXM", "H200 SXM", "A100-80G SXM"}
-    for kept in outcome.frontier():
+    for plan in outcome.frontier():
         assert not [
             p
             for p in outcome.runnable
-            if p.step.value < kept.step.value and p.cost.step["mid"].value < kept.cost.step["mid"].value
+            if p.step.value < plan.step.value and p.cost.step["mid"].value < plan.cost.step["mid"].value
         ]
 
 
