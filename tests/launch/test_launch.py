@@ -200,7 +200,7 @@ SMALL = {"train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_promp
 
 
 def started(tmp_path: Path, script: str, srun: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script as Slurm would, with stubs of srun and scontrol for one machine. torchrun meets over TCP."""
+    """Runs the script as Slurm would, with stubs of srun and scontrol for one machine; torchrun connects over TCP."""
     for name, text in {"srun": srun, "scontrol": "echo 127.0.0.1"}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -25,7 +25,7 @@ from tests.train.test_ranks import ENV, LIMIT, TWO, Shape, begun, command, fork_
 
 pytestmark = pytest.mark.slow
 
-# A low learning rate: the size of Adam's first steps is the rate, whatever the gradient, and so is the rounding error.
+# A low learning rate: Adam's first steps have the size of the rate for any gradient, which amplifies rounding error.
 GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"lr": 3e-5, "checkpoint": {"every": 5}},
 }  # fmt: skip
