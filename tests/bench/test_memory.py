@@ -20,7 +20,7 @@ def test_placements_are_chosen_by_name() -> None:
         chosen("swaped")
 
 
-def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
+def test_figures_are_read_from_the_event_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.write("plan", steps=2, memory={"update": {"weights": 100, "activations": 800}})
     for step, update in ((1, 900), (2, 500)):
@@ -28,25 +28,26 @@ def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
         log.write("memory", step=step, phase="generate", bytes={"KV": 300, "weights": 100}, taken={"peak": 420})
         log.write("memory", step=step, phase="update", bytes={"weights": 100, "activations": update}, taken={})
     log.close()
-    found = figures("swapped", tmp_path)
-    assert (found.peak_bytes, found.peak_phase) == (1000, "update")
-    assert (found.seconds_per_step, found.swap_seconds_per_step) == (20.0, 2.0)
-    assert found.phases == {"generate": {"KV": 300, "weights": 100}, "update": {"weights": 100, "activations": 900}}
-    assert found.planned == {"update": {"weights": 100, "activations": 800}}
+    measured = figures("swapped", tmp_path)
+    assert (measured.peak_bytes, measured.peak_phase) == (1000, "update")
+    assert (measured.seconds_per_step, measured.swap_seconds_per_step) == (20.0, 2.0)
+    assert measured.phases == {"generate": {"KV": 300, "weights": 100}, "update": {"weights": 100, "activations": 900}}
+    assert measured.planned == {"update": {"weights": 100, "activations": 800}}
     assert (
-        found.summary_line() == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves, 0.25 s of it publishing"
+        measured.summary_line()
+        == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves, 0.25 s of it publishing"
     )
 
 
 @pytest.mark.slow
-def test_the_command_tells_what_works_and_what_does_not(tmp_path: Path) -> None:
+def test_the_command_measures_each_placement_and_rejects_a_bad_setting(tmp_path: Path) -> None:
     file = tmp_path / "ppo.toml"
     tree = recipe(algorithm={"name": "ppo", "kl": {"coef": 0.05}}, reward={"path": "sums"}, data={"eval_items": 2})
     file.write_text(to_toml(tree))
-    asked = ["bench", "memory", str(file), "--placements", "colocated,swapped", "--out", str(tmp_path / "out")]
-    done = plaudit(*asked, "--steps", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    command = ["bench", "memory", str(file), "--placements", "colocated,swapped", "--out", str(tmp_path / "out")]
+    completed = plaudit(*command, "--steps", "1", "--json")
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
     assert result == json.loads((tmp_path / "out" / "memory.json").read_text())
     colocated, swapped = result["placements"]
     assert (colocated["placement"], swapped["placement"]) == ("colocated", "swapped")
@@ -55,19 +56,19 @@ def test_the_command_tells_what_works_and_what_does_not(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "memory.html").read_text()
     assert "colocated" in page
     assert "swapped" in page
-    failed = plaudit(*asked, "--set", "train.minibatches=3")
-    assert failed.returncode == 2
-    assert "are not a multiple of minibatches = 3" in failed.stderr
+    rejected = plaudit(*command, "--set", "train.minibatches=3")
+    assert rejected.returncode == 2
+    assert "are not a multiple of minibatches = 3" in rejected.stderr
 
 
 @pytest.mark.slow
-def test_keys_of_one_placement_do_not_keep_it_from_running(tmp_path: Path) -> None:
+def test_a_setting_that_one_placement_rejects_does_not_stop_the_others(tmp_path: Path) -> None:
     file = tmp_path / "grpo.toml"
     file.write_text(to_toml(recipe(data={"eval_items": 2})))
-    asked = ["bench", "memory", str(file), "--placements", "colocated,async", "--out", str(tmp_path / "out")]
-    done = plaudit(*asked, "--steps", "1", "--set", "resources.rollout.processes=1", "--json")
-    assert done.returncode == 1
-    colocated, apart = json.loads(done.stdout)["placements"]
+    command = ["bench", "memory", str(file), "--placements", "colocated,async", "--out", str(tmp_path / "out")]
+    completed = plaudit(*command, "--steps", "1", "--set", "resources.rollout.processes=1", "--json")
+    assert completed.returncode == 1
+    colocated, separate = json.loads(completed.stdout)["placements"]
     assert "generates in the learner's process" in colocated["error"]
-    assert apart["error"] is None
-    assert apart["seconds_per_step"] > 0
+    assert separate["error"] is None
+    assert separate["seconds_per_step"] > 0

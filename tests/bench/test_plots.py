@@ -74,8 +74,8 @@ def finished_run(directory: Path, truths: list[float]) -> Path:
     directory.mkdir()
     log = EventLog(directory)
     for number, truth in enumerate(truths):
-        held = {"heldout/reward": 1.0 * number, "heldout/truth": truth, "heldout/truth_se": 0.01}
-        log.metric({**held, "mismatch/k3": 0.5 * number, "time/step": 2.0, "length/mean": 3.0}, step=10 * number)
+        heldout = {"heldout/reward": 1.0 * number, "heldout/truth": truth, "heldout/truth_se": 0.01}
+        log.metric({**heldout, "mismatch/k3": 0.5 * number, "time/step": 2.0, "length/mean": 3.0}, step=10 * number)
     log.close()
     (directory / "summary.json").write_text(json.dumps({"steps": 10 * len(truths), "seconds": 9.0}))
     return directory
@@ -86,16 +86,16 @@ def shown(file: Path) -> tuple[ElementTree.Element, str]:
     return root, "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
 
 
-def test_every_picture_is_drawn_or_named(
+def test_each_plot_is_drawn_or_reported_as_missing(
     plots: ModuleType, chain: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, record in RECORDS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     plots.draw_all(tmp_path, tmp_path)
-    said = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     missing = "smollm2-ppo-rm.svg: not drawn, there is no smollm2-ppo-rm.json"
-    assert sorted([missing, *(file.name for file in tmp_path.glob("*.svg"))]) == sorted(said)
-    assert len(said) == len(plots.PICTURES)
+    assert sorted([missing, *(file.name for file in tmp_path.glob("*.svg"))]) == sorted(lines)
+    assert len(lines) == len(plots.PICTURES)
 
     run = chain.distilled(finished_run(tmp_path / "run", [0.1, 0.5, 0.9, 0.5, 0.3, 0.1]))
     (tmp_path / "smollm2-ppo-rm.json").write_text(json.dumps({"runs": {"smollm2-ppo-rm": run}}))
@@ -112,45 +112,45 @@ def test_every_picture_is_drawn_or_named(
             assert float(number) >= 0
 
 
-def test_bars_are_as_long_as_their_values(plots: ModuleType) -> None:
+def test_bar_lengths_are_proportional_to_their_values(plots: ModuleType) -> None:
     root = ElementTree.fromstring(plots.core(RECORDS["core_gpu"]))
     widths = {rect.attrib["fill"]: [] for rect in root.iter(f"{SVG}rect")}
     for rect in root.iter(f"{SVG}rect"):
         if rect.attrib["height"] == f"{plots.ROW - 6:.1f}":
             widths[rect.attrib["fill"]].append(float(rect.attrib["width"]))
     ours, others = widths[plots.BLUE], widths[plots.GREY]
-    # The aims are to the right of the bars: 450 of 520, 520 of 620, 100 of 130, 180 of 300.
-    room = ours[0] * 520 / 450
-    assert ours == pytest.approx([room * 450 / 520, room * 520 / 620, room * 100 / 130, room * 180 / 300], abs=0.2)
+    # The targets are to the right of the bars: 450 of 520, 520 of 620, 100 of 130, 180 of 300.
+    full = ours[0] * 520 / 450
+    assert ours == pytest.approx([full * 450 / 520, full * 520 / 620, full * 100 / 130, full * 180 / 300], abs=0.2)
     assert others[0] == pytest.approx(ours[0] / 5, abs=0.1)  # transformers' score
 
 
-def test_a_rival_without_a_version_is_not_drawn(plots: ModuleType) -> None:
+def test_a_rival_that_was_not_recorded_is_not_drawn(plots: ModuleType) -> None:
     assert "FastAPI" in plots.serving(RECORDS["serving_gpu"])
     assert "FastAPI" not in plots.serving({**RECORDS["serving_gpu"], "rivals": {}})
 
 
-def test_memory_is_laid_by_kind_and_evaluations_are_no_part_of_a_step(plots: ModuleType) -> None:
+def test_memory_is_grouped_by_kind_and_evaluation_is_left_out(plots: ModuleType) -> None:
     assert plots.kinds(PLACED["phases"]["update"]) == {
         "other": 1, "weights": 1, "optimizer, masters": 2, "gradients": 0, "KV": 0, "activations": 0,
     }  # fmt: skip
-    drawn = plots.memory(RECORDS["memory_gpu"])
-    assert "evaluate" not in drawn
-    assert "update" in drawn
+    svg = plots.memory(RECORDS["memory_gpu"])
+    assert "evaluate" not in svg
+    assert "update" in svg
 
 
-def test_ticks_are_round_and_hold_all_values(plots: ModuleType) -> None:
+def test_ticks_are_round_and_cover_all_values(plots: ModuleType) -> None:
     assert plots.ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert plots.ticks(-0.37, 2.1, 5) == [-0.5, 0, 0.5, 1, 1.5, 2, 2.5]
     assert plots.ticks(0, 64.8, 8) == [0, 10, 20, 30, 40, 50, 60, 70]
 
 
-def test_a_chain_is_distilled_as_the_report_sees_it(chain: ModuleType, tmp_path: Path) -> None:
-    found = chain.distilled(finished_run(tmp_path / "falls", [0.1, 0.5, 0.9, 0.5, 0.3, 0.1]))
-    assert found["over_optimised_from"] == 20  # 0.63, the mean of itself and its neighbours, is the best
-    assert found["heldout/truth"] == [(0, 0.1), (10, 0.5), (20, 0.9), (30, 0.5), (40, 0.3), (50, 0.1)]
-    assert found["mean mismatch/k3"] == pytest.approx(1.25)
-    assert found["mean time/step"] == 2
-    assert found["summary"]["seconds"] == 9
-    assert not any("length" in name for name in found)
+def test_distilled_run_has_the_curves_means_and_start_of_overoptimisation(chain: ModuleType, tmp_path: Path) -> None:
+    summary = chain.distilled(finished_run(tmp_path / "falls", [0.1, 0.5, 0.9, 0.5, 0.3, 0.1]))
+    assert summary["over_optimised_from"] == 20  # 0.63, its mean with the points on either side, is the best
+    assert summary["heldout/truth"] == [(0, 0.1), (10, 0.5), (20, 0.9), (30, 0.5), (40, 0.3), (50, 0.1)]
+    assert summary["mean mismatch/k3"] == pytest.approx(1.25)
+    assert summary["mean time/step"] == 2
+    assert summary["summary"]["seconds"] == 9
+    assert not any("length" in name for name in summary)
     assert chain.distilled(finished_run(tmp_path / "rises", [0.1, 0.2, 0.3, 0.4, 0.5]))["over_optimised_from"] is None

@@ -28,18 +28,18 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
 
 
-def test_tables_are_what_their_result_files_give(tables: ModuleType) -> None:
+def test_tables_match_their_result_files(tables: ModuleType) -> None:
     for path, text in tables.pages().items():
         assert path.read_text() == text, f"{path.name}: run python benchmarks/rival_tables.py --write"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_table_with_a_rival_is_written_by_hand(tables: ModuleType, page: Path) -> None:
-    made = {make(tables.read(f"{name.split()[0]}.json")) for name, (_, make) in tables.TABLES.items()}
-    made |= {tables.front()}
+    generated = {make(tables.read(f"{name.split()[0]}.json")) for name, (_, make) in tables.TABLES.items()}
+    generated |= {tables.front()}
     for block in blocks(page.read_text()):
         if RIVAL.search(block) and FIGURE.search(block):
-            assert block in made
+            assert block in generated
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
@@ -57,12 +57,12 @@ def test_rivals_in_a_result_file_have_version_settings_and_date(tables: ModuleTy
         assert rival["settings"]
 
 
-def test_a_table_written_by_hand_is_seen_and_replaced(tables: ModuleType) -> None:
+def test_a_table_written_by_hand_is_detected_and_replaced(tables: ModuleType) -> None:
     by_hand = "| engine | tokens/s |\n| --- | --- |\n| vLLM | 15,000 |\n"
     assert [bool(RIVAL.search(b) and FIGURE.search(b)) for b in blocks(f"Text.\n\n{by_hand}\nMore.\n")] == [True]
-    made = "| engine | tokens/s |\n| --- | --- |\n| vLLM | 21,000 |\n\nSource: here\n"
-    page = tables.put(f"Text.\n\n{by_hand}\nMore.\n", made)
-    assert page == f"Text.\n\n{made}\nMore.\n"
-    assert tables.put(page, made) == page
+    generated = "| engine | tokens/s |\n| --- | --- |\n| vLLM | 21,000 |\n\nSource: here\n"
+    page = tables.put(f"Text.\n\n{by_hand}\nMore.\n", generated)
+    assert page == f"Text.\n\n{generated}\nMore.\n"
+    assert tables.put(page, generated) == page
     with pytest.raises(SystemExit, match="put that row in"):
-        tables.put("no table", made)
+        tables.put("no table", generated)

@@ -1,4 +1,4 @@
-"""The point at which limits end a search, derived from a whole one, is where a real search under those limits ends."""
+"""The point at which limits end a search, derived from an unlimited search, matches a real search with those limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import search_budgets
 
 
-def test_what_is_read_off_is_what_a_real_search_does() -> None:
+def test_derived_end_matches_a_real_search_under_the_limits() -> None:
     for method in search_budgets.METHODS:
         path = search_budgets.points(method, 4, 1)
         middle = path[len(path) // 2]
@@ -21,6 +21,6 @@ def test_what_is_read_off_is_what_a_real_search_does() -> None:
 
 
 def test_model_time_by_hand() -> None:
-    """Three rounds of five steps: the first begins at 0, and what it costs is known at the second."""
+    """At the start of the third round: two rounds of five steps are done, and the first started at 0."""
     costs = search_budgets.Costs(rounds=3, calls=10)
     assert search_budgets.model_time(costs) == 2 * search_budgets.ROUND + 10 * search_budgets.STEP

@@ -12,7 +12,7 @@ from search_grounds import GROUNDS, split
 from search_policy_tables import best_of, pool_auc
 
 
-def test_a_chain_is_right_up_to_its_first_mistake() -> None:
+def test_chain_steps_are_correct_until_the_first_mistake() -> None:
     chain = GROUNDS["chain"]
     prompt = "73a+84b-90="  # 37 + 48 - 9
     assert chain.labels(prompt, ["a73+84=58;", "b58-90=67;", "#67"]) == [True, True, True]
@@ -22,7 +22,7 @@ def test_a_chain_is_right_up_to_its_first_mistake() -> None:
     assert not chain.right(prompt, "#58")
 
 
-def test_a_countdown_is_right_while_its_target_can_be_reached() -> None:
+def test_countdown_steps_are_correct_while_the_target_is_reachable() -> None:
     countdown = GROUNDS["countdown"]
     prompt = "a12b7c33?45="
     assert countdown.labels(prompt, ["a+12=12;", "b=12;", "c+33=45;", "#45"]) == [True] * 4
@@ -31,7 +31,7 @@ def test_a_countdown_is_right_while_its_target_can_be_reached() -> None:
 
 
 @pytest.mark.parametrize("name", list(GROUNDS))
-def test_a_demonstration_without_mistakes_is_right(name: str) -> None:
+def test_a_demonstration_without_mistakes_is_correct(name: str) -> None:
     ground, rng = GROUNDS[name], random.Random(1)
     drawn = [ground.draw(rng, level) for level in ground.levels for _ in range(50)]
     sound = [(prompt, text) for prompt, text in drawn if all(ground.labels(prompt, split(text)))]

@@ -14,7 +14,7 @@ from plaudit.models import new_llama
 
 
 @pytest.mark.parametrize("length", [10, 40])
-def test_steps_have_the_length_that_is_asked_for(length: int) -> None:
+def test_steps_have_the_requested_length(length: int) -> None:
     shape = {**TINY, "vocab_size": 512, "seed": 1, "tie_embeddings": False, "eos_token_id": 2}
     module, stop = new_llama("policy", **shape), len(SPECIAL)  # type: ignore[arg-type]
     let_step(module, length)

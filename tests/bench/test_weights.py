@@ -31,49 +31,49 @@ RESULT = WeightsResult(
 @pytest.mark.parametrize(
     ("text", "count"), [("100M", 100_000_000), ("1.5b", 1_500_000_000), ("250K", 250_000), ("123456", 123456)]
 )
-def test_sizes_as_people_write_them(text: str, count: int) -> None:
+def test_human_readable_sizes_are_parsed(text: str, count: int) -> None:
     assert count_of(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "M", "-3M", "10", "1e9", "100 M B"])
-def test_other_sizes_are_refused(text: str) -> None:
+def test_other_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="as in 100M"):
         count_of(text)
 
 
 @pytest.mark.parametrize("asked", [300_000, 20_000_000, 100_000_000, 1_000_000_000, 7_000_000_000])
-def test_the_model_has_about_the_size_that_was_asked_for(asked: int) -> None:
+def test_the_model_has_about_the_requested_size(asked: int) -> None:
     weights = Weights.of(LlamaShaped(asked, torch.float32, torch.device("meta")))
-    found = weights.nbytes / 4
-    assert abs(found - asked) < 0.25 * asked
+    parameters = weights.nbytes / 4
+    assert abs(parameters - asked) < 0.25 * asked
     assert weights.layout.aliases == {"lm_head": "embed_tokens"}
 
 
-def test_the_picture_is_well_formed_and_shows_every_channel() -> None:
+def test_the_plot_is_well_formed_and_shows_each_channel() -> None:
     root = ElementTree.fromstring(draw_weights(RESULT))
     texts = ["".join(node.itertext()) for node in root.iter() if node.tag.endswith("text")]
     assert {"disk", "shared, paused", "500 ms", "80% of the limit", "2 ms", "moves nothing"} <= set(texts)
 
 
-def test_the_table_says_what_moves_nothing() -> None:
+def test_the_table_shows_a_dash_for_a_channel_that_moves_nothing() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_weights(RESULT, console)
-    shown = console.export_text()
-    assert "disk" in shown
-    assert "80%" in shown
-    assert "–" in shown
-    assert "The machine was busy (load 7.5 before the start)" in shown
+    output = console.export_text()
+    assert "disk" in output
+    assert "80%" in output
+    assert "–" in output
+    assert "The machine was busy (load 7.5 before the start)" in output
 
 
 @pytest.mark.slow
-def test_the_command_measures_every_channel_of_a_cpu(tmp_path: Path) -> None:
+def test_the_command_measures_every_channel_on_a_cpu(tmp_path: Path) -> None:
     command = [
         "bench", "weights", "--parameters", "300K", "--device", "cpu", "--repeats", "1", "--json", "--out",
         str(tmp_path / "out"),
     ]  # fmt: skip
-    done = run_forked(*command)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    completed = run_forked(*command)
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
     assert [row["channel"] for row in result["rows"]] == [
         "disk", "collective, gloo", "shared, running", "shared, paused",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from plaudit.doctor.finding import Finding
 from tests.command import plaudit_here
 
 
-def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_are_printed_as_lines_or_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     done = plaudit_here("doctor", "disk", "clock", "--timeout", "240", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -25,19 +25,22 @@ def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(
         line.split()[:2] in (["ok", "disk"], ["ok", "clock"], ["warning", "disk"]) for line in done.stdout.splitlines()
     )
-    told = json.loads(plaudit_here("doctor", "versions", "--json", "--timeout", "240").stdout)["findings"]
-    assert f"Python {sys.version.split()[0]}" in told[0]["detail"]
-    assert [each for each in told if each["check"] == "versions" and "torch 2" in each["detail"]]
+    findings = json.loads(plaudit_here("doctor", "versions", "--json", "--timeout", "240").stdout)["findings"]
+    assert f"Python {sys.version.split()[0]}" in findings[0]["detail"]
+    assert [each for each in findings if each["check"] == "versions" and "torch 2" in each["detail"]]
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 
-def test_a_check_that_is_none() -> None:
+def test_unknown_check_is_rejected_with_a_suggestion() -> None:
     done = plaudit_here("doctor", "dsik")
-    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: unknown check 'dsik'; did you mean 'disk'?")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "plaudit: unknown check 'dsik'; did you mean 'disk'?",
+    )
 
 
-def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that waits for ever, in place of a dead file server's."""
+def test_a_check_that_hangs_fails_at_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that waits forever stands in for one on a dead file server."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(doctor.__file__).parents[2]}")
     (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
     probe = Probe.start("hangs")
@@ -49,41 +52,41 @@ def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch:
     assert probe.process.returncode is not None, "it was ended"
 
 
-def test_a_check_that_breaks_is_a_failure_with_its_last_words() -> None:
+def test_a_check_that_crashes_fails_with_its_exception() -> None:
     probe = Probe.start("plaudit.doctor.probe", "none")
     finish([probe], 240)
     (finding,) = doctor._results("none", probe, 240)
     assert (finding.status, finding.detail) == ("failed", "the check itself failed: KeyError: 'none'")
 
 
-def test_a_port_in_use_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(machine, "SERVE_PORT", taken.getsockname()[1])
-        (finding,) = [each for each in machine.ports() if str(taken.getsockname()[1]) in each.detail]
+def test_a_port_in_use_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(machine, "SERVE_PORT", server.getsockname()[1])
+        (finding,) = [each for each in machine.ports() if str(server.getsockname()[1]) in each.detail]
     assert (finding.status, finding.cure) == ("warning", "set another with plaudit serve --port")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     monkeypatch.chdir(tmp_path / "closed")
-    _is_refused()
+    _assert_not_writable()
 
 
-def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_temporary_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
     (finding,) = [each for each in machine.disk() if each.status == "failed"]
     assert "No such file or directory" in finding.detail
     assert finding.cure == "set TMPDIR to a writable directory"
 
 
-def _is_refused() -> None:
+def _assert_not_writable() -> None:
     (finding,) = [each for each in machine.disk() if each.status == "failed"]
     assert "Permission denied" in finding.detail
     assert "--out" in finding.cure
 
 
-def test_packages_that_miss_or_are_too_old_are_named() -> None:
+def test_missing_and_outdated_packages_are_reported() -> None:
     requirements = ["none-of-this-name>=1", "msgspec>=999", "httpx>=0.1"]
     findings = list(machine._packages(requirements))
     assert [each.cure for each in findings if each.status == "failed"] == [
@@ -91,7 +94,7 @@ def test_packages_that_miss_or_are_too_old_are_named() -> None:
     ]  # fmt: skip
 
 
-def test_what_needs_no_torch_imports_none() -> None:
+def test_a_check_that_does_not_need_torch_does_not_import_it() -> None:
     code = (
         "import sys; sys.argv = ['plaudit', 'doctor', 'memory']\n"
         "from plaudit.cli import main\n"
@@ -103,21 +106,21 @@ def test_what_needs_no_torch_imports_none() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=240).returncode == 0
 
 
-def test_it_works_where_packages_miss(tmp_path: Path) -> None:
-    """Which is what it is asked for: checks run in a Python that has nothing but its own library."""
+def test_it_runs_without_third_party_packages(tmp_path: Path) -> None:
+    """Its purpose is to report them: the checks run in a Python with only the standard library."""
     code = f"import sys; sys.path.append({str(Path(doctor.__file__).parents[2])!r}); sys.argv = ['probe', 'versions']\n"
     code += "from plaudit.doctor.probe import main; main()"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True,
         text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    findings = [Finding.of(line) for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr
+    findings = [Finding.of(line) for line in completed.stdout.splitlines()]
     assert {each.status for each in findings} & {"warning", "failed"}
     assert all(each.cure for each in findings if each.status != "ok")
 
 
-def test_slow_and_broken_links_are_named() -> None:
+def test_slow_and_broken_links_are_reported() -> None:
     from plaudit.doctor.rank import judged
 
     hosts = ["a", "a", "b", "b"]
@@ -132,16 +135,16 @@ def test_slow_and_broken_links_are_named() -> None:
     assert "NCCL_SOCKET_IFNAME" in next(judged("nccl", rates, hosts, 4)).cure
 
 
-def test_findings_of_other_machines_say_which() -> None:
+def test_findings_of_other_machines_name_the_machine() -> None:
     line = Finding("disk", "failed", "full", "free some", host="b").line()
     assert line == "failed   disk      on b: full; free some"
 
 
 @pytest.mark.slow
-def test_devices_and_ranks() -> None:
-    """A product against double precision, and two real ranks."""
-    done = plaudit_here("doctor", "devices", "ranks", "--timeout", "280")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "products on the CPU are correct" in done.stdout
-    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+def test_devices_and_ranks_pass() -> None:
+    """A matrix product is compared with double precision, and two real ranks are started."""
+    completed = plaudit_here("doctor", "devices", "ranks", "--timeout", "280")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "products on the CPU are correct" in completed.stdout
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in completed.stdout
     assert set(CHECKS) > {"devices", "ranks"}

@@ -21,9 +21,10 @@ from plaudit.events import read_events
 from tests.command import plaudit_here
 
 ROOT = Path(__file__).parents[2]
-# Of Kubernetes 1.36, strict (no property that is not listed), reduced to what these kinds reach, no descriptions.
+# The strict schema of Kubernetes 1.36 (unlisted properties are rejected), reduced to what these kinds use, without
+# descriptions.
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes-1.36.json").read_text())
-APART = (
+SEPARATE = (
     *(word for key, value in {
         "placement.name": "async", "resources.data_parallel": 4, "resources.rollout.nodes": 3,
         "resources.rollout.processes": 6, "resources.rollout.tensor_parallel": 2,
@@ -33,21 +34,21 @@ APART = (
 FOUR = ("--set", "resources.data_parallel=4", "--nodes", "2")
 
 
-def launched(*words: str) -> str:
-    done = plaudit_here("launch", *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def launch(*words: str) -> str:
+    completed = plaudit_here("launch", *words)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
-def refused(*words: str) -> str:
-    done = plaudit_here("launch", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+def rejected(*words: str) -> str:
+    completed = plaudit_here("launch", *words)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr.count("\n") == 1
+    return completed.stderr
 
 
-def test_the_script_is_one_for_bash_and_sbatch(tmp_path: Path) -> None:
-    script = launched("sums-grpo", "--slurm", *FOUR, "--partition", "gpu", "--time", "2:00:00")
+def test_the_script_is_valid_for_bash_and_sbatch(tmp_path: Path) -> None:
+    script = launch("sums-grpo", "--slurm", *FOUR, "--partition", "gpu", "--time", "2:00:00")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
     head, _, body = script.partition("set -euo pipefail\n")
     options = dict(
@@ -63,15 +64,15 @@ def test_the_script_is_one_for_bash_and_sbatch(tmp_path: Path) -> None:
     assert "-m plaudit doctor\n" in body
     assert "train sums-grpo --set resources.data_parallel=4 --out runs/sums-grpo --resume\n" in body
     file = tmp_path / "job.sbatch"
-    said = launched("sums-grpo", "--slurm", *FOUR, "--set", "model.device=cpu", "--out", str(file))
-    assert said == f"{file}: 2 machine(s) with 2 rank(s) each on the CPU; start it with sbatch {file}\n"
+    output = launch("sums-grpo", "--slurm", *FOUR, "--set", "model.device=cpu", "--out", str(file))
+    assert output == f"{file}: 2 machine(s) with 2 rank(s) each on the CPU; start it with sbatch {file}\n"
     assert "gpus-per-node" not in file.read_text()
 
 
-def test_words_with_spaces_stay_whole(tmp_path: Path) -> None:
+def test_arguments_with_spaces_are_quoted(tmp_path: Path) -> None:
     recipe = tmp_path / "my recipe's.toml"
     recipe.write_text((ROOT / "plaudit" / "recipes" / "sums-grpo.toml").read_text())
-    script = launched(str(recipe), "--slurm", "--run", "runs/a b")
+    script = launch(str(recipe), "--slurm", "--run", "runs/a b")
     words = subprocess.run(
         ["bash"], input="srun() { printf '%s\\n' \"$@\"; }; scontrol() { echo node1; }; PYTHON=python SLURM_JOB_ID=7 "
         "SLURM_JOB_NODELIST=x SLURM_SUBMIT_DIR=.\n" + script, text=True, capture_output=True, check=True, timeout=60,
@@ -81,8 +82,8 @@ def test_words_with_spaces_stay_whole(tmp_path: Path) -> None:
     assert words[words.index("--rdzv-endpoint") + 1] == "node1:20007"
 
 
-def test_the_last_machines_of_the_script_generate(tmp_path: Path) -> None:
-    script = launched("sums-grpo", "--slurm", *APART, "--run", "runs/a b")
+def test_the_last_machines_of_the_script_run_rollouts(tmp_path: Path) -> None:
+    script = launch("sums-grpo", "--slurm", *SEPARATE, "--run", "runs/a b")
     assert "#SBATCH --nodes=5\n" in script
     assert "#SBATCH --gpus-per-node=4\n" in script
     assert "2 machine(s) with 2 rank(s) each and 3 that generate, with 4 each, on 4 GPU(s)" in script
@@ -104,14 +105,14 @@ def test_the_last_machines_of_the_script_generate(tmp_path: Path) -> None:
 
 
 def documents(*words: str) -> dict[str, Any]:
-    found = {each["kind"]: each for each in yaml.safe_load_all(launched(*words))}
-    for kind, document in found.items():
+    by_kind = {each["kind"]: each for each in yaml.safe_load_all(launch(*words))}
+    for kind, document in by_kind.items():
         schema = {"definitions": SCHEMA["definitions"], **SCHEMA["kinds"][kind]}
         jsonschema.Draft7Validator(schema).validate(document)
-    return found
+    return by_kind
 
 
-def test_the_schema_refuses_what_kubernetes_would() -> None:
+def test_the_schema_rejects_what_kubernetes_would_reject() -> None:
     job = documents("sums-grpo", "--kubernetes")["Job"]
     schema = jsonschema.Draft7Validator({"definitions": SCHEMA["definitions"], **SCHEMA["kinds"]["Job"]})
     job["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
@@ -120,9 +121,9 @@ def test_the_schema_refuses_what_kubernetes_would() -> None:
     assert [error.message for error in schema.iter_errors(job)] == ["'containers' is a required property"]
 
 
-def test_the_manifest_is_valid_and_its_parts_fit() -> None:
-    found = documents("sums-grpo", "--kubernetes", *FOUR, "--image", "registry/plaudit:1", "--storage", "5Gi")
-    job, service, claim, config = (found[kind] for kind in ("Job", "Service", "PersistentVolumeClaim", "ConfigMap"))
+def test_the_manifest_is_valid_and_its_documents_agree() -> None:
+    by_kind = documents("sums-grpo", "--kubernetes", *FOUR, "--image", "registry/plaudit:1", "--storage", "5Gi")
+    job, service, claim, config = (by_kind[kind] for kind in ("Job", "Service", "PersistentVolumeClaim", "ConfigMap"))
     name = job["metadata"]["name"]
     assert name == "plaudit-sums-grpo"
     assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (2, 2, "Indexed")
@@ -143,8 +144,8 @@ def test_the_manifest_is_valid_and_its_parts_fit() -> None:
     assert recipe.resources.data_parallel == 4
 
 
-def test_the_last_pods_generate() -> None:
-    spec = documents("sums-grpo", "--kubernetes", *APART)["Job"]["spec"]
+def test_the_last_pods_run_rollouts() -> None:
+    spec = documents("sums-grpo", "--kubernetes", *SEPARATE)["Job"]["spec"]
     assert (spec["completions"], spec["parallelism"]) == (5, 5)
     (container,) = spec["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
@@ -171,17 +172,20 @@ def test_the_last_pods_generate() -> None:
             ["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"],
             "generate on rank 0's machine",
         ),
-        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine need one GPU each, but --gpus is 2"),
+        (
+            ["sums-grpo", "--slurm", *SEPARATE, "--gpus", "2"],
+            "4 ranks on each machine need one GPU each, but --gpus is 2",
+        ),
         (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "starts the processes with Ray"),
         (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is a path of this machine"),
     ],
 )
-def test_what_cannot_be_started_is_refused_before_it_is_written(words: list[str], message: str) -> None:
-    assert message in refused(*words)
+def test_jobs_that_cannot_start_are_rejected_before_anything_is_written(words: list[str], message: str) -> None:
+    assert message in rejected(*words)
 
 
 def free_number() -> int:
-    """A job number whose port is free: 20000 more."""
+    """A job number whose port, 20000 + the number, is free."""
     for number in random.sample(range(12000), 100):
         try:
             with socket.create_server(("127.0.0.1", 20000 + number)):
@@ -196,7 +200,7 @@ SMALL = {"train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_promp
 
 
 def started(tmp_path: Path, script: str, srun: str) -> subprocess.CompletedProcess[str]:
-    """As Slurm would run it, with srun and scontrol that know one machine. Here torchrun finds itself over TCP."""
+    """Runs the script as Slurm would, with stubs of srun and scontrol for one machine; torchrun connects over TCP."""
     for name, text in {"srun": srun, "scontrol": "echo 127.0.0.1"}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -205,33 +209,33 @@ def started(tmp_path: Path, script: str, srun: str) -> subprocess.CompletedProce
         "SLURM_JOB_ID": str(free_number()), "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=800
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     events = read_events(tmp_path / "runs" / "sums-grpo")
     assert {event["step"] for event in events if event["kind"] == "metric" and "reward/mean" in event["values"]} == {
         1,
         2,
     }
-    return done
+    return completed
 
 
 @pytest.mark.slow
 def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
     sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    script = launched("sums-grpo", "--slurm", "--set", "resources.data_parallel=2", *sets)
-    done = started(tmp_path, script, 'exec "${@:2}"')
-    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+    script = launch("sums-grpo", "--slurm", "--set", "resources.data_parallel=2", *sets)
+    completed = started(tmp_path, script, 'exec "${@:2}"')
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in completed.stdout
 
 
 @pytest.mark.slow
-def test_the_script_starts_a_machine_that_generates(tmp_path: Path) -> None:
-    """What goes to both machines runs twice, what goes to one of them once."""
+def test_the_script_starts_a_rollout_machine(tmp_path: Path) -> None:
+    """Commands for both machines run twice, commands for one of them run once."""
     keys = {**SMALL, "placement.name": "disaggregated", "resources.rollout.nodes": 1}
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    script = launched("sums-grpo", "--slurm", *sets)
+    script = launch("sums-grpo", "--slurm", *sets)
     both = 'if [ "$1" = --nodes ]; then exec "${@:8}"; fi; "${@:2}" & other=$!; "${@:2}" && wait $other'
-    done = started(tmp_path, script, both)
-    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
-    assert "this machine generates for the run in " in done.stderr
+    completed = started(tmp_path, script, both)
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in completed.stdout
+    assert "this machine generates for the run in " in completed.stderr

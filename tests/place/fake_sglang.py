@@ -1,10 +1,10 @@
-"""A server that answers as SGLang does, with a core engine behind it: `python -m tests.place.fake_sglang PORT MODEL`.
+"""A server with SGLang's HTTP API and a core engine behind it: `python -m tests.place.fake_sglang PORT MODEL`.
 
-Recorded from SGLang 0.5.10: `entrypoints/http_server.py` (paths, status codes, replies) and `managers/io_struct.py`
-(request fields). Of /generate the fields that we send; others are refused, so that a misspelt one shows. What it cannot
-know of the real server (kernels, memory, speed) it does not pretend.
+Follows SGLang 0.5.10: `entrypoints/http_server.py` (paths, status codes, replies) and `managers/io_struct.py` (request
+fields). /generate accepts only the fields that Plaudit sends and rejects others, so that a misspelt field is an error.
+Kernels, memory use and speed of the real server are not imitated.
 
-FAKE_SGLANG=ignore-updates   says yes to new weights and goes on with the old ones
+FAKE_SGLANG=ignore-updates   acknowledges new weights and keeps the old ones
 FAKE_SGLANG=old-kv           loads new weights and keeps its prefix cache
 """
 
@@ -24,7 +24,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.models import load_any
 
 FAULT = os.environ.get("FAKE_SGLANG", "")
-ASKED = {"input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream"}
+FIELDS = {"input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream"}
 OPTIONS = {
     "temperature", "stop", "stop_token_ids", "ignore_eos", "min_new_tokens", "max_new_tokens", "sampling_seed",
 }  # fmt: skip
@@ -42,7 +42,7 @@ class Server:
         self.running.set()
 
     def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if unknown := set(body) - ASKED:
+        if unknown := set(body) - FIELDS:
             return 422, {"detail": f"unknown fields {sorted(unknown)}"}
         if body.get("stream"):
             return 422, {"detail": "not recorded"}
@@ -52,10 +52,10 @@ class Server:
             ids, options = [ids], [options]
         self.running.wait()
         try:
-            found = [self._one(i, o, body.get("top_logprobs_num", 0)) for i, o in zip(ids, options, strict=True)]
+            replies = [self._one(i, o, body.get("top_logprobs_num", 0)) for i, o in zip(ids, options, strict=True)]
         except ValueError as error:
             return 400, {"error": {"message": str(error)}}
-        return 200, found if batch else found[0]
+        return 200, replies if batch else replies[0]
 
     def _one(self, ids: list[int], options: dict[str, Any], top: int) -> dict[str, Any]:
         if unknown := set(options) - OPTIONS:

@@ -1,5 +1,5 @@
-"""A training rank that has a part of an engine: what is in its memory after each step, and while weights come. A test
-runs this on each rank: python -m tests.place.rank_parts RECIPE RUN"""
+"""A training rank with a part of an engine: checks which tensors are in its memory after each step and during a weight
+update. A test runs this on each rank: python -m tests.place.rank_parts RECIPE RUN"""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.train.rl_world import Silent
 
 
 class WatchedShards:
-    """Shards that an engine's part takes its weights from; of what it puts together nothing may be left when it asks
-    for the next."""
+    """Shards from which an engine's part loads its weights; each gathered tensor must be freed before the next is
+    gathered."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -32,27 +32,29 @@ class WatchedShards:
 
     def full(self, name: str) -> Tensor:
         assert not any(ref() is not None for ref in self.made), f"{name} is put together beside another tensor"
-        whole = self.shards.full(name)
-        self.made.append(weakref.ref(whole))
-        return whole
+        full_tensor = self.shards.full(name)
+        self.made.append(weakref.ref(full_tensor))
+        return full_tensor
 
 
 def tensors() -> list[Tensor]:
-    """All of this process that have memory; what FSDP has let go has none."""
-    found = [each for each in gc.get_objects() if isinstance(each, Tensor) and not isinstance(each, DTensor)]
-    plain = [each for each in found if not each.is_meta and each.layout is torch.strided]
+    """All tensors of this process that have storage; those that FSDP has freed have none."""
+    all_tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not isinstance(each, DTensor)]
+    plain = [each for each in all_tensors if not each.is_meta and each.layout is torch.strided]
     return [each for each in plain if each.untyped_storage().nbytes()]
 
 
 class Looking(Silent):
-    """Looks at the memory after each step. Matrices of layers are cut twice, and have shapes of their own."""
+    """Checks the memory after each step. Matrices of layers are sharded twice, and their full shapes are unique."""
 
     def __init__(self, recipe: RlRecipe) -> None:
         super().__init__()
         assert recipe.model.path is not None
-        whole = outline(recipe.model.path).module
-        self.bytes = sum(parameter.nbytes for parameter in whole.parameters())
-        self.matrices = {tuple(p.shape) for name, p in whole.named_parameters() if ".layers." in name and p.ndim > 1}
+        full_model = outline(recipe.model.path).module
+        self.bytes = sum(parameter.nbytes for parameter in full_model.parameters())
+        self.matrices = {
+            tuple(p.shape) for name, p in full_model.named_parameters() if ".layers." in name and p.ndim > 1
+        }
         self.training: RlTraining | None = None
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -63,10 +65,10 @@ class Looking(Silent):
         assert shards is not None
         gc.collect()
         assert self.matrices.isdisjoint({tuple(tensor.shape) for tensor in tensors()})
-        own = {tuple(p.shape) for name, p in placement.part.module.named_parameters() if ".layers." in name}
-        assert own, "an engine's rank has its part of the layers"
-        held = sum(parameter.to_local().nbytes for parameter in shards.parameters.values())
-        assert held < 0.7 * self.bytes
+        part_shapes = {tuple(p.shape) for name, p in placement.part.module.named_parameters() if ".layers." in name}
+        assert part_shapes, "an engine's rank has its part of the layers"
+        shard_bytes = sum(parameter.to_local().nbytes for parameter in shards.parameters.values())
+        assert shard_bytes < 0.7 * self.bytes
         assert all(parameter.is_meta for parameter in self.training.loaded.module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""A small model in a process of its own that receives weights: what an engine is to a channel."""
+"""A small model in its own process that receives weights, in place of an engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Small(nn.Module):
 
 
 def digest(module: nn.Module) -> str:
-    """Of the values under every name, so that ties and places make no difference."""
+    """Checksum of the values under every name, independent of ties and devices."""
     checksum = Checksum()
     for _, tensor in sorted(module.state_dict().items()):
         checksum.update(tensor.cpu())
@@ -59,7 +59,7 @@ _CONTEXT.set_forkserver_preload(["tests.place.receiving"])
 
 
 class Process:
-    """What a wire and a test ask of a child."""
+    """A forked child process, as wires and tests use it."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         self._process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
@@ -88,12 +88,12 @@ class Receiving:
         return self.wire.answer(30.0)
 
     def damage(self) -> None:
-        """The next data it takes will be changed on arrival."""
+        """The next data that it receives is corrupted on arrival."""
         self.wire.tell({"damage": True})
         self.wire.answer(30.0)
 
     def die_in_midst(self, how: int = signal.SIGKILL) -> None:
-        """It sends itself a signal when the first tensor of the next publication has come."""
+        """It sends itself a signal at the second tensor of the next publication."""
         self.wire.tell({"die": int(how)})
         self.wire.answer(30.0)
 
@@ -108,7 +108,7 @@ def receiving(count: int = 1, **arguments: str) -> Iterator[list[Receiving]]:
     others = [Receiving(f"rollout {i}", **arguments) for i in range(count)]
     try:
         for other in others:
-            other.look()  # it is up: what is timed or bounded afterwards does not include its start
+            other.look()  # wait for its start, so that later timings and timeouts do not include it
         yield others
     finally:
         for other in others:
@@ -116,15 +116,15 @@ def receiving(count: int = 1, **arguments: str) -> Iterator[list[Receiving]]:
 
 
 def fault_on_arrival(fault: dict[str, Any]) -> None:
-    """In this process: what `fault` holds happens to the second tensor that arrives, once."""
-    update, seen = Checksum.update, []
+    """In this process, the fault in `fault` is applied once, to the second tensor that arrives."""
+    update, tensors = Checksum.update, []
 
     def arrived(self: Checksum, tensor: Tensor) -> None:
         if fault and tensor.numel():
-            seen.append(tensor)
-            if len(seen) == 2 and "die" in fault:
+            tensors.append(tensor)
+            if len(tensors) == 2 and "die" in fault:
                 os.kill(os.getpid(), fault.pop("die"))
-            elif len(seen) == 2 and fault.pop("damage", False):
+            elif len(tensors) == 2 and fault.pop("damage", False):
                 tensor.view(-1).view(torch.uint8)[1] ^= 4
         update(self, tensor)
 
@@ -156,21 +156,21 @@ def serve(connection: socket.socket, arguments: dict[str, str]) -> None:
 
 
 def publish_and_be_killed(wire: socket.socket, ready: socket.socket, device: str = "cpu") -> None:
-    """A trainer in a process of its own: publishes once through shared memory, then kills itself."""
+    """A trainer in its own process: publishes once through shared memory, then kills itself."""
     module = Small(1).to(device)
     SharedChannel(module).publish(Weights.of(module), 1, [SocketWire("rollout 0", wire)])
     ready.sendall(digest(module).encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, told: socket.socket) -> None:
-    """One of two trainers that hold a half of every matrix each. The first has the wire; both publish."""
+def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, result: socket.socket) -> None:
+    """One of two trainers, each with half of every matrix. The first has the wire; both publish."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{meeting}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     module = Small(1)
-    whole = digest(module)
+    published = digest(module)
     tensors: dict[str, Tensor] = {}
     halves: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
@@ -184,5 +184,5 @@ def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, tol
     for version in (1, 2):
         channel.publish(Weights(tensors), version, wires)
     if rank == 0:
-        told.sendall(whole.encode())
+        result.sendall(published.encode())
     torch.distributed.destroy_process_group()

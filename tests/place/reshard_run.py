@@ -1,5 +1,5 @@
-"""Training ranks and engine ranks of a reshard, as processes of their own over gloo. benchmarks/reshard.py has larger
-ones, and has them send the same bytes by nothing but gloo."""
+"""Training ranks and engine ranks of a reshard, each in its own process, over gloo. benchmarks/reshard.py uses a larger
+model, and also measures sending the same bytes with plain gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WIDTH = int(os.environ.get("RESHARD_WIDTH", "256"))
 
 
 def model(seed: int) -> nn.Module:
-    """Pieces above and below a mebibyte, and a vocabulary that does not divide."""
+    """A model with pieces above and below a mebibyte, and a vocabulary size that is not divisible by the ranks."""
     return new_llama(
         "policy", vocab_size=4001, hidden_size=WIDTH, layers=2, heads=4, kv_heads=2, intermediate_size=8 * WIDTH,
         max_positions=64, seed=seed,
@@ -51,19 +51,19 @@ def model(seed: int) -> nn.Module:
 
 
 def engine_part(place: RankPosition) -> tuple[nn.Module, nn.Module, dict[str, Cut]]:
-    """A rank's part of it, empty, on the CPU; the whole on the meta device; and the cuts."""
-    whole = model(0).to("meta")
-    part = copy.deepcopy(whole)
+    """A rank's part of the model, uninitialised, on the CPU; the full model on the meta device; and the cuts."""
+    full_model = model(0).to("meta")
+    part = copy.deepcopy(full_model)
     cuts = keep_part(part, place)
-    return part.to_empty(device="cpu"), whole, cuts
+    return part.to_empty(device="cpu"), full_model, cuts
 
 
 def engine_parts(layout: Layout, tensor: int, stages: int) -> list[dict[str, Box]]:
-    found = []
+    boxes = []
     for rank in range(tensor * stages):
         part, _, cuts = engine_part(RankPosition(rank, tensor, stages))
-        found.append(needed(layout, part.state_dict(), cuts))
-    return found
+        boxes.append(needed(layout, part.state_dict(), cuts))
+    return boxes
 
 
 def serve_rank(connection: socket.socket, rank: int, tensor: int, stages: int) -> None:
@@ -95,7 +95,7 @@ def serve_rank(connection: socket.socket, rank: int, tensor: int, stages: int) -
 
 
 def receive_bare(receiver: WeightReceiver, sizes: dict[str, dict[str, int]]) -> None:
-    """So many bytes of each training rank, into memory that is there already: nothing but gloo."""
+    """Receives the given number of bytes from each training rank into preallocated memory with plain gloo."""
     group = receiver._collective[False]._group
     assert group is not None
     mine = {int(sender): size for sender, size in sizes[str(group.rank)].items()}
@@ -110,7 +110,7 @@ def receive_bare(receiver: WeightReceiver, sizes: dict[str, dict[str, int]]) -> 
 
 
 def send_bare(group: ChannelGroup, sizes: dict[int, int]) -> None:
-    """The same of a training rank: bytes by engine rank of the group."""
+    """The training rank's side: sends the given number of bytes to each engine rank of the group."""
     buffers = {to: _buffer(to, size) for to, size in sizes.items()}
     under_way: deque[Pending] = deque()
     for start in range(0, max(sizes.values(), default=0), PIECE_BYTES):
@@ -133,7 +133,7 @@ def _buffer(rank: int, size: int) -> Tensor:
 
 
 class EngineWire:
-    """A wire to several ranks, as `RanksReceiver` is one: each is told, and one answer is for all."""
+    """A wire to several ranks, like `RanksReceiver`: sends each message to every rank and combines their answers."""
 
     def __init__(self, name: str, wires: Sequence[SocketWire]) -> None:
         self.name = name
@@ -182,7 +182,7 @@ def train_rank(
     rank: int, shape: tuple[int, int], port: int, tensor: int, stages: int, engines: list[list[socket.socket]],
     commands: socket.socket | None,
 ) -> None:  # fmt: skip
-    """A training rank; the first has the sockets to the engines, and publishes what it is told."""
+    """A training rank; the first has the sockets to the engines and publishes on command."""
     world = shape[0] * shape[1]
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
@@ -200,11 +200,11 @@ def train_rank(
         )
 
         def become(seed: int) -> None:
-            for name, whole in model(seed).named_parameters():
+            for name, parameter in model(seed).named_parameters():
                 if shards is None:
-                    module.get_parameter(name).data.copy_(whole.data)
+                    module.get_parameter(name).data.copy_(parameter.data)
                 else:
-                    like, part = shards.parameters[name], whole.data
+                    like, part = shards.parameters[name], parameter.data
                     for cut in cuts(like):
                         part = cut.of(part)
                     like.detach().to_local().copy_(part)
@@ -233,12 +233,12 @@ def train_rank(
             ]
 
             def respond(message: dict[str, Any]) -> dict[str, Any]:
-                if "ask" in message:  # something of the ranks of an engine, by their wires
-                    found = []
+                if "ask" in message:  # send a message to each rank of an engine
+                    replies = []
                     for wire in wires[message["engine"]]:
                         wire.tell(message["ask"])
-                        found.append(wire.answer(SECONDS))
-                    return {"found": found}
+                        replies.append(wire.answer(SECONDS))
+                    return {"found": replies}
                 if "ask_one" in message:
                     wire = wires[message["engine"]][message["rank"]]
                     wire.tell(message["ask_one"])
@@ -280,7 +280,7 @@ def train_rank(
 
 
 class Training:
-    """All training ranks; `ask` is for the first."""
+    """All training ranks; `ask` sends a message to the first."""
 
     def __init__(self, shape: tuple[int, int], engines: Sequence[Engine], tensor: int, stages: int = 1) -> None:
         with socket.socket() as probe:
@@ -291,8 +291,8 @@ class Training:
         self.processes = []
         with theirs:
             for rank in range(shape[0] * shape[1]):
-                given = (sockets, theirs) if rank == 0 else ([], None)
-                self.processes.append(Process(train_rank, rank, shape, port, tensor, stages, *given))
+                arguments = (sockets, theirs) if rank == 0 else ([], None)
+                self.processes.append(Process(train_rank, rank, shape, port, tensor, stages, *arguments))
         self._wire = SocketWire("training rank 0", self._commands)
 
     def ask(self, **message: Any) -> dict[str, Any]:

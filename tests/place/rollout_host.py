@@ -1,4 +1,4 @@
-"""Rollout workers as a run starts them, and a list of them, for tests that kill or stop one."""
+"""Starts rollout workers as a run does and lists them, for tests that kill or stop one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from plaudit.place.workers.remote_engine import OwnProcess
 
 
 class RolloutHost:
-    """Give `start` as the host of a run. `workers` are those that were started, in order."""
+    """Pass `start` as the host of a run. `workers` are the started workers, in order."""
 
     def __init__(self) -> None:
         self.workers: list[OwnProcess] = []

@@ -1,4 +1,4 @@
-"""Runs in any placement, and what of them must be equal."""
+"""Runs in any placement, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small(steps: int, tables: dict[str, Any], **more: Any) -> RlRecipe:
 
 
 class Watched(Silent):
-    """Calls `at` when a step is done."""
+    """Calls `at` after each step."""
 
     def __init__(self, at: Callable[[RlTraining, int], None] | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def train(
 
 
 def samples(directory: Path) -> list[tuple[Sample, ...]]:
-    """Of each step, bit for bit."""
+    """The samples of each step, bit for bit."""
     dump = Dump.find(directory)
     return [dump.read(step)[0] for step in dump.steps()]
 
@@ -64,9 +64,9 @@ def numbers(viewer: Silent) -> list[dict[str, float]]:
     return [{k: v for k, v in seen.items() if not k.startswith(OWN_AFFAIRS)} for seen in viewer.seen]
 
 
-def assert_equal(found: tuple[Path, Silent], expected: tuple[Path, Silent]) -> None:
-    assert samples(found[0]) == samples(expected[0])
-    assert numbers(found[1]) == numbers(expected[1])
-    here, there = weights(found[0]), weights(expected[0])
-    assert here.keys() == there.keys()
-    assert all(torch.equal(here[name], there[name]) for name in there)
+def assert_equal(actual: tuple[Path, Silent], expected: tuple[Path, Silent]) -> None:
+    assert samples(actual[0]) == samples(expected[0])
+    assert numbers(actual[1]) == numbers(expected[1])
+    actual_weights, expected_weights = weights(actual[0]), weights(expected[0])
+    assert actual_weights.keys() == expected_weights.keys()
+    assert all(torch.equal(actual_weights[name], expected_weights[name]) for name in expected_weights)

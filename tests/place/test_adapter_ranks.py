@@ -74,15 +74,15 @@ def with_ten(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "train": {**tables["train"], **STEPS, **TEN}}
 
 
-def test_an_adapter_is_drawn_without_weights_as_beside_them() -> None:
+def test_adapter_initialisation_does_not_depend_on_loaded_weights() -> None:
     table = LoraTable(rank=4)
     module = load_policy("sums-policy").module
     lora.attach(module, table, 7)
-    found, expected = lora.drawn(module.to("meta"), table, 7), load_policy("sums-policy").module
+    actual, expected = lora.drawn(module.to("meta"), table, 7), load_policy("sums-policy").module
     lora.attach(expected, table, 7)
     tensors = lora.adapter_tensors(expected)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors.items())
     assert any(tensor.any() for tensor in tensors.values())
 
 
@@ -97,7 +97,7 @@ def test_an_adapter_is_drawn_without_weights_as_beside_them() -> None:
         pytest.param("qwen3", (2, 1, 2), {**TENSOR_ENGINE, **STAGE_ENGINE}, "swapped", id="four-swapped"),
     ],
 )
-def test_ranks_that_train_and_generate(
+def test_lora_on_ranks_that_train_and_generate_matches_one_rank(
     model: str, shape: Shape, rollout: dict[str, int], placement: str, models: dict[str, str],
     of_one: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -125,7 +125,7 @@ def test_ranks_that_train_and_generate(
         ),
     ],
 )
-def test_engines_apart(
+def test_lora_with_separate_engines_matches_one_rank(
     model: str, shape: Shape, rollout: dict[str, int], placement: dict[str, Any], models: dict[str, str],
     of_one: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -141,6 +141,6 @@ def test_engines_apart(
 
 def same(run: Path, expected: Path) -> None:
     check_ten(run, expected)
-    # An engine without the latest adapter would think otherwise of what it drew than the learner.
+    # With an outdated adapter, the engine's log-probs would differ from the learner's.
     assert max(values["mismatch/abs_max"] for values in steps(run)) < 1e-4
     assert max(values["kl/reference"] for values in steps(run)) > 1e-6

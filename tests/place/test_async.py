@@ -28,12 +28,12 @@ ASYNC = {"placement": {"name": "async", "staleness": 2}}
 def asked(tree: Any, count: int) -> list[str]:
     """The first prompts of the data, in order."""
     loaded = load_policy("sums-policy")
-    found = open_prompts(tree.data, loaded.tokenizer, tree.seed, LengthLimits(256, tree.sampling.max_tokens))
-    return [prompt.text for prompt in found.train(range(count))]
+    source = open_prompts(tree.data, loaded.tokenizer, tree.seed, LengthLimits(256, tree.sampling.max_tokens))
+    return [prompt.text for prompt in source.train(range(count))]
 
 
 def prompts_of(directory: Path) -> list[str]:
-    """Of every group that was learned from, in order."""
+    """The prompt of every trained group, in order."""
     return [s.extra["prompt"] for step in samples(directory) for s in step if s.index == 0]
 
 
@@ -42,13 +42,11 @@ def ages(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(
-    tmp_path: Path, rollout_host: RolloutHost
-) -> None:
+def test_staleness_is_bounded_and_each_prompt_is_used_once(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(6, GRPO, **ASYNC)
     viewer = train(tmp_path / "run", tree, rollout_host)
     assert 0 < max(ages(tmp_path / "run")) <= 2
-    assert max(seen["staleness/max"] for seen in viewer.seen) == max(ages(tmp_path / "run"))
+    assert max(metrics["staleness/max"] for metrics in viewer.seen) == max(ages(tmp_path / "run"))
     assert prompts_of(tmp_path / "run") == asked(tree, 48), "in their order, none twice, none left out"
     for step in samples(tmp_path / "run"):
         for sample in step:
@@ -56,24 +54,24 @@ def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(
 
 
 class Player:
-    """Plays a prompt when it is told to, with the versions that pass meanwhile."""
+    """Completes a prompt when its gate opens, with the versions at its start and end."""
 
     def __init__(self) -> None:
         self.version = 0
         self.gates: dict[tuple[int, ...], threading.Event] = {}
 
     def play(self, prompts: list[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
-        found = []
+        results = []
         for group, prompt in enumerate(prompts):
             ids = tuple(prompt.token_ids or ())
             begun = self.version
             self.gates.setdefault(ids, threading.Event()).wait(30)
             versions = (begun, self.version)
             for index in range(n):
-                found.append(
+                results.append(
                     Sample(ids, (1, 2), "", (0.0, 0.0), (0.0, 0.0), versions, (1, 1), "stop", group=group, index=index)
                 )
-        return found
+        return results
 
 
 class Scorer:
@@ -110,9 +108,9 @@ def open_gates(player: Player, *prompts: int) -> None:
         player.gates.setdefault((prompt,), threading.Event()).set()
 
 
-def until(true: Any) -> None:
+def until(condition: Any) -> None:
     deadline = time.monotonic() + 120
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -123,7 +121,7 @@ def used(rollouts: AsyncRollouts, step: int) -> list[int]:
 
 
 def test_capacity_by_hand() -> None:
-    """Steps of 2 prompts, staleness 1: at version v at most (1 + v + 1) × 2 prompts were ever asked."""
+    """Steps of 2 prompts, staleness 1: at version v at most (1 + v + 1) × 2 prompts have been submitted."""
     player = Player()
     rollouts = scheduled(player, "wait")
     open_gates(player, 0, 1)
@@ -138,7 +136,7 @@ def test_capacity_by_hand() -> None:
     rollouts.close()
 
 
-def test_concurrency_bounds_what_runs_together() -> None:
+def test_concurrency_limits_the_requests_in_flight() -> None:
     player = Player()
     rollouts = scheduled(player, "wait", staleness=3, concurrency=3)
     open_gates(player, 0, 1)
@@ -149,7 +147,7 @@ def test_concurrency_bounds_what_runs_together() -> None:
     rollouts.close()
 
 
-def test_a_slow_prompt_is_waited_for() -> None:
+def test_wait_mode_waits_for_a_slow_prompt() -> None:
     player = Player()
     rollouts = scheduled(player, "wait")
     open_gates(player, 1, 2, 3)
@@ -158,27 +156,27 @@ def test_a_slow_prompt_is_waited_for() -> None:
     rollouts.close()
 
 
-def test_or_what_is_finished_first_is_used_and_what_became_too_old_is_asked_anew() -> None:
+def test_drop_mode_uses_finished_prompts_first_and_regenerates_stale_ones() -> None:
     player = Player()
     rollouts = scheduled(player, "drop")
     open_gates(player, *range(1, 40))
-    seen: list[int] = []
+    used_prompts: list[int] = []
     for step in range(7):
         player.version = step
         if step == 3:
-            assert 0 not in seen, "it was begun at version 0 and is still at work"
+            assert 0 not in used_prompts, "it was begun at version 0 and is still at work"
             open_gates(player, 0)
             until(lambda: 0 in rollouts._ready)
         batch = rollouts.next(step, step)
         assert all(step - min(sample.versions) <= 1 for sample in batch.samples)
-        seen += [sample.prompt_ids[0] for sample in batch.samples if sample.index == 0]
+        used_prompts += [sample.prompt_ids[0] for sample in batch.samples if sample.index == 0]
     assert rollouts.dropped >= 2, "both samples of prompt 0 were three versions old"
-    assert seen.count(0) == 1, "asked again, and used once"
-    assert len(set(seen)) == len(seen) == 14, "no prompt twice"
+    assert used_prompts.count(0) == 1, "asked again, and used once"
+    assert len(set(used_prompts)) == len(used_prompts) == 14, "no prompt twice"
     rollouts.close()
 
 
-def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path) -> None:
+def test_samples_in_a_checkpoint_are_neither_lost_nor_regenerated(tmp_path: Path) -> None:
     player = Player()
     rollouts = scheduled(player, "wait", staleness=2)
     open_gates(player, 0, 1, 3, 4)
@@ -189,18 +187,18 @@ def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path)
     rollouts.close()
 
     player = Player()
-    again = scheduled(player, "wait", staleness=2)
-    again.load(tmp_path)
+    resumed = scheduled(player, "wait", staleness=2)
+    resumed.load(tmp_path)
     open_gates(player, 2, 5, 6, 7, 8, 9)
-    assert used(again, 1) == [2, 3]
-    assert used(again, 2) == [4, 5]
+    assert used(resumed, 1) == [2, 3]
+    assert used(resumed, 2) == [4, 5]
     assert (3,) not in player.gates, "it was scored before"
     assert (4,) not in player.gates
-    again.close()
+    resumed.close()
 
 
 class Drawn:
-    """Answers at once, with tokens that the seed and the place in the step decide."""
+    """Responds at once, with tokens determined by the seed and the position in the step."""
 
     def play(self, prompts: list[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
         return [
@@ -230,26 +228,26 @@ def filtering(staleness: int, stale: str = "wait", rounds: int = 3) -> AsyncRoll
     return AsyncRollouts(tree, Drawn(), Numbers(), Uneven(), Clock(), lambda: None)  # type: ignore[arg-type]
 
 
-def test_dynamic_sampling_without_staleness_is_that_of_a_synchronous_run_also_after_a_resumption(
+def test_dynamic_sampling_at_staleness_0_matches_a_synchronous_run_also_after_resuming(
     tmp_path: Path,
 ) -> None:
     rollouts = filtering(0)
-    straight = Rollouts(rollouts.recipe, Drawn(), Numbers(), Uneven(), Clock())  # type: ignore[arg-type]
+    synchronous = Rollouts(rollouts.recipe, Drawn(), Numbers(), Uneven(), Clock())  # type: ignore[arg-type]
     for step in range(12):
-        expected = straight.next(step, 0)
+        expected = synchronous.next(step, 0)
         if step == 5:
             rollouts.save(tmp_path)
             rollouts.close()
             rollouts = filtering(0)
             rollouts.load(tmp_path)
         assert rollouts.next(step, 0) == expected
-        assert rollouts.drawn == straight.drawn
-    assert straight.drawn > 12 * 4, "some groups were replaced"
+        assert rollouts.drawn == synchronous.drawn
+    assert synchronous.drawn > 12 * 4, "some groups were replaced"
     rollouts.close()
 
 
 @pytest.mark.parametrize("stale", ["wait", "drop"])
-def test_groups_that_tell_nothing_are_replaced_ahead_of_the_learner(tmp_path: Path, stale: str) -> None:
+def test_groups_with_equal_rewards_are_replaced_ahead_of_the_learner(tmp_path: Path, stale: str) -> None:
     rollouts = filtering(2, stale, rounds=8)
     batches: list[Batch] = []
     for step in range(12):
@@ -264,7 +262,7 @@ def test_groups_that_tell_nothing_are_replaced_ahead_of_the_learner(tmp_path: Pa
     assert all(a.reward != b.reward and a.prompt_ids == b.prompt_ids for a, b in groups)
     used = [group[0].prompt_ids[0] for group in groups]
     assert len({*used}) == len(used) == 48, "none twice"
-    if stale == "wait":  # exactly those whose rewards differ, in their order
+    if stale == "wait":  # exactly the groups whose rewards differ, in order
         samples = Uneven().ask([], [s for n in range(max(used) + 1) for s in alone(n)])
         pairs = zip(samples[::2], samples[1::2], strict=True)
         assert used == [a.prompt_ids[0] for a, b in pairs if a.reward != b.reward]
@@ -272,12 +270,12 @@ def test_groups_that_tell_nothing_are_replaced_ahead_of_the_learner(tmp_path: Pa
 
 
 def alone(number: int) -> list[Sample]:
-    """What a prompt is answered with ahead of the learner: by its number alone."""
+    """The samples of a prompt generated ahead of the learner, which depend only on its number."""
     chunk, place = divmod(number, 4)
     return Drawn().play([Prompt(str(number), (number,))], 2, f"{chunk} {chunk * 4}", place)
 
 
-def test_where_no_group_tells_anything_the_rounds_end_it() -> None:
+def test_replacement_stops_at_the_round_limit_when_all_rewards_are_equal() -> None:
     rollouts = filtering(1, rounds=2)
     rollouts.scorer = Scorer()  # type: ignore[assignment]
     batches = [rollouts.next(step, 0) for step in range(4)]
@@ -288,7 +286,7 @@ def test_where_no_group_tells_anything_the_rounds_end_it() -> None:
     rollouts.close()
 
 
-def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, rollout_host: RolloutHost) -> None:
+def test_a_killed_async_run_resumes_with_its_pending_samples(tmp_path: Path, rollout_host: RolloutHost) -> None:
     class Killed(Exception):
         pass
 

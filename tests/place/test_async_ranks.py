@@ -25,7 +25,7 @@ from tests.train.test_ranks import ENV, LIMIT, TWO, Shape, begun, command, fork_
 
 pytestmark = pytest.mark.slow
 
-# A low rate: Adam's first steps have the size of the rate whatever the gradient's, and spread rounding with it.
+# A low learning rate: Adam's first steps have the size of the rate for any gradient, which amplifies rounding error.
 GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"lr": 3e-5, "checkpoint": {"every": 5}},
 }  # fmt: skip
@@ -43,16 +43,16 @@ def written(directory: Path, count: int, tables: dict[str, Any], **placed: Any) 
     return file
 
 
-def assert_close(found: Path, expected: Path) -> None:
-    """The same samples; losses and weights as far as sums in another order can be."""
-    tokens = [[sample.token_ids for sample in batch] for batch in samples(found)]
+def assert_close(actual: Path, expected: Path) -> None:
+    """The same samples; losses and weights equal up to the order of summation."""
+    tokens = [[sample.token_ids for sample in batch] for batch in samples(actual)]
     assert tokens == [[sample.token_ids for sample in batch] for batch in samples(expected)]
-    assert len(steps(found)) == len(steps(expected)) == 10
-    for here, there in zip(steps(found), steps(expected), strict=True):
+    assert len(steps(actual)) == len(steps(expected)) == 10
+    for here, there in zip(steps(actual), steps(expected), strict=True):
         assert here["policy/loss"] == pytest.approx(there["policy/loss"], abs=1e-5)
         assert here["reward/mean"] == pytest.approx(there["reward/mean"], abs=1e-6)
     for name, tensor in weights(expected).items():
-        assert torch.allclose(weights(found)[name], tensor, atol=2e-5), name
+        assert torch.allclose(weights(actual)[name], tensor, atol=2e-5), name
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def assert_close(found: Path, expected: Path) -> None:
     [(GRPO, TWO), (PPO, TWO), (GRPO, (1, 1, 2)), (GRPO, (2, 1, 2)), (GRPO, (1, 2, 1))],
     ids=["grpo-2x1x1", "ppo-2x1x1", "grpo-1x1x2", "grpo-2x1x2", "grpo-1x2x1"],
 )
-def test_without_staleness_ten_steps_are_those_of_one_rank_and_of_a_synchronous_run(
+def test_ten_steps_at_staleness_0_match_one_rank_and_a_synchronous_run(
     tables: dict[str, Any], shape: Shape, tmp_path: Path, rollout_host: RolloutHost
 ) -> None:
     train(tmp_path / "one", small(10, tables, **TOGETHER), rollout_host)
@@ -71,9 +71,7 @@ def test_without_staleness_ten_steps_are_those_of_one_rank_and_of_a_synchronous_
     assert_close(run, tmp_path / "synchronous")
 
 
-def test_one_rank_goes_on_with_the_state_of_two_and_two_with_that_of_one(
-    tmp_path: Path, rollout_host: RolloutHost
-) -> None:
+def test_checkpoints_resume_across_one_and_two_ranks(tmp_path: Path, rollout_host: RolloutHost) -> None:
     train(tmp_path / "one", small(10, GRPO, **TOGETHER), rollout_host)
     file, run = written(tmp_path, 10, GRPO, **TOGETHER), tmp_path / "run"
     fork_ranks(2, command(file, run, TWO, "--set", "train.steps=4", "--set", "train.checkpoint.every=4")[3:], tmp_path)
@@ -82,7 +80,7 @@ def test_one_rank_goes_on_with_the_state_of_two_and_two_with_that_of_one(
     assert_close(run, tmp_path / "one")
 
 
-def test_ahead_of_two_ranks_no_sample_is_too_old_and_every_prompt_is_used_once(tmp_path: Path) -> None:
+def test_two_ranks_with_staleness_2_use_each_prompt_once_within_the_bound(tmp_path: Path) -> None:
     file, run = written(tmp_path, 6, GRPO, **AHEAD), tmp_path / "run"
     fork_ranks(2, command(file, run, TWO)[3:], tmp_path)
     assert 0 < max(ages(run)) <= 2
@@ -97,28 +95,28 @@ def started(file: Path, run: Path, *more: str) -> "subprocess.Popen[str]":
 
 
 def worker_of(rank: psutil.Process) -> psutil.Process:
-    (found,) = [each for each in rank.children(recursive=True) if each.name() == "plaudit-worker"]
-    return found
+    (worker,) = [each for each in rank.children(recursive=True) if each.name() == "plaudit-worker"]
+    return worker
 
 
-def until(true: Callable[[], bool], child: "subprocess.Popen[str]") -> None:
+def until(condition: Callable[[], bool], child: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + LIMIT
-    while not true():
+    while not condition():
         assert child.poll() is None, child.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_what_was_submitted(tmp_path: Path) -> None:
+def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_pending_prompts(tmp_path: Path) -> None:
     file, run = written(tmp_path, 100_000, GRPO, **AHEAD), tmp_path / "run"
     child = started(file, run)
     main = ranks_of(child.pid)[0]
     worker_of(main).kill()
     until(lambda: steps(run)[-1]["rollout/restarts"] == 1, child)
     child.terminate()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode == 2
-    assert "stopped by SIGTERM at step " in said
+    assert "stopped by SIGTERM at step " in stderr
     done = len(steps(run))
     (latest,) = [path for path in (run / "checkpoints").glob("step-*") if path.name == f"step-{done:06d}"]
     assert (latest / FILE).exists()
@@ -128,25 +126,25 @@ def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_what_was_submitt
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(rank: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(rank: int, tmp_path: Path) -> None:
     file, run = written(tmp_path, 100_000, GRPO, **AHEAD), tmp_path / "run"
     child = started(file, run)
     until(lambda: (run / "checkpoints" / "latest").exists(), child)
     ranks = ranks_of(child.pid)
     worker = worker_of(ranks[0])
     os.kill(ranks[rank].pid, signal.SIGKILL)
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert f"rank {rank} was ended by SIGKILL" in said
-    _, left = psutil.wait_procs([*ranks.values(), worker], timeout=60)
-    assert not left
+    assert f"rank {rank} was ended by SIGKILL" in stderr
+    _, alive = psutil.wait_procs([*ranks.values(), worker], timeout=60)
+    assert not alive
     last = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
     fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={last + 3}")[3:], tmp_path)
     assert prompts_of(run) == asked(small(6, GRPO), 8 * (last + 3))
 
 
-def test_rollouts_that_die_again_and_again_save_the_state_of_all_ranks(tmp_path: Path) -> None:
-    """The main rank alone knows of it, whether it publishes or waits for samples."""
+def test_repeated_rollout_failures_end_the_run_and_save_the_state_of_all_ranks(tmp_path: Path) -> None:
+    """Only the main rank notices, while it publishes or waits for samples."""
     file, run = written(tmp_path, 100_000, GRPO, **AHEAD), tmp_path / "run"
     child = started(file, run)
     main = ranks_of(child.pid)[0]
@@ -155,8 +153,8 @@ def test_rollouts_that_die_again_and_again_save_the_state_of_all_ranks(tmp_path:
         with suppress(psutil.Error, ValueError):
             worker_of(main).kill()
         time.sleep(0.01)
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert "3 times in a row without a sample" in said
-    assert "the state is saved: --resume continues" in said
+    assert "3 times in a row without a sample" in stderr
+    assert "the state is saved: --resume continues" in stderr
     assert (run / "checkpoints" / "latest").exists()

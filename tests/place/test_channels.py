@@ -1,4 +1,4 @@
-"""Every weight channel gives the same guarantees between real processes."""
+"""The guarantees of every weight channel, between real processes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def make(kind: str, tmp_path: Path) -> Iterator[Make]:
 
 
 def train(module: nn.Module) -> None:
-    """A change of every value, in place, as an optimizer makes it."""
+    """Changes every value in place, as an optimizer does."""
     with torch.no_grad():
         for tensor in Weights.of(module).tensors.values():
             tensor += 1
 
 
 @pytest.mark.slow
-def test_what_arrives_is_what_was_published(make: Make) -> None:
+def test_received_weights_equal_published_weights(make: Make) -> None:
     module = Small(1)
     channel = make(module)
     with receiving() as (other,):
@@ -71,8 +71,8 @@ def test_what_arrives_is_what_was_published(make: Make) -> None:
             published = channel.publish(Weights.of(module), version, [other.wire])
             assert published.version == version
             assert published.bytes == Weights.of(module).nbytes
-            seen = other.look()
-            assert (seen["version"], seen["digest"]) == (version, digest(module))
+            received = other.look()
+            assert (received["version"], received["digest"]) == (version, digest(module))
             train(module)
 
 
@@ -84,14 +84,14 @@ def test_ties_may_differ_between_the_sides(make: Make) -> None:
         assert other.look()["digest"] == digest(module)
 
 
-def test_two_tensors_never_go_to_one(make: Make) -> None:
+def test_untied_weights_are_rejected_by_a_tied_engine(make: Make) -> None:
     module = Small(1, tied=False)
     channel = make(module)
     with receiving(tied="1") as (other,), pytest.raises(WeightsRefused, match="one tensor in the engine and two in"):
         channel.publish(Weights.of(module), 1, [other.wire])
 
 
-def test_other_shapes_and_names_are_refused_before_anything_is_written(make: Make) -> None:
+def test_a_shape_mismatch_is_rejected_before_anything_is_written(make: Make) -> None:
     module = Small(1, width=641)
     channel = make(module)
     with receiving() as (other,):
@@ -101,7 +101,7 @@ def test_other_shapes_and_names_are_refused_before_anything_is_written(make: Mak
         assert other.look() == before
 
 
-def test_versions_go_up_and_a_restarted_engine_gets_the_one_there_is(make: Make) -> None:
+def test_versions_increase_and_a_restarted_engine_gets_the_current_one(make: Make) -> None:
     module = Small(1)
     channel = make(module)
     with receiving(count=2) as (first, second):
@@ -109,16 +109,16 @@ def test_versions_go_up_and_a_restarted_engine_gets_the_one_there_is(make: Make)
         with pytest.raises(WeightsRefused, match="cannot publish version 3 after version 4"):
             channel.publish(Weights.of(module), 3, [first.wire])
         second.process.kill()
-        with receiving() as (again,):
-            assert again.look()["version"] is None
-            channel.publish(Weights.of(module), 4, [again.wire])
-            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+        with receiving() as (restarted,):
+            assert restarted.look()["version"] is None
+            channel.publish(Weights.of(module), 4, [restarted.wire])
+            assert restarted.look()["digest"] == first.look()["digest"] == digest(module)
             train(module)
-            channel.publish(Weights.of(module), 5, [first.wire, again.wire])
-            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+            channel.publish(Weights.of(module), 5, [first.wire, restarted.wire])
+            assert restarted.look()["digest"] == first.look()["digest"] == digest(module)
 
 
-def test_a_dead_receiver_is_named_and_the_rest_goes_on(make: Make) -> None:
+def test_a_dead_receiver_is_named_and_the_others_continue(make: Make) -> None:
     module = Small(1)
     channel = make(module)
     with receiving(count=2) as (one, dead):
@@ -132,7 +132,7 @@ def test_a_dead_receiver_is_named_and_the_rest_goes_on(make: Make) -> None:
         assert one.look()["digest"] == digest(module)
 
 
-def test_a_stopped_receiver_is_named_within_the_deadline(make: Make, kind: str) -> None:
+def test_a_stopped_receiver_is_named_within_the_timeout(make: Make, kind: str) -> None:
     module = Small(1)
     channel = make(module, seconds=5.0)
     with receiving(count=2) as (one, stopped):
@@ -142,12 +142,12 @@ def test_a_stopped_receiver_is_named_within_the_deadline(make: Make, kind: str) 
         with pytest.raises(ReceiverLost, match=r"rollout 1.*did not answer within") as lost:
             channel.publish(Weights.of(module), 2, [one.wire, stopped.wire])
         assert lost.value.names == (stopped.wire.name,)
-        assert time.monotonic() - begun < 30.0  # a hang, not a speed
+        assert time.monotonic() - begun < 30.0  # detects a hang; not a speed limit
         channel.publish(Weights.of(module), 3, [one.wire])
         assert one.look()["version"] == 3
 
 
-def test_a_new_publisher_may_begin_anew(make: Make) -> None:
+def test_a_new_publisher_may_start_at_a_lower_version(make: Make) -> None:
     module = Small(1)
     with receiving() as (other,):
         make(module).publish(Weights.of(module), 7, [other.wire])
@@ -157,7 +157,7 @@ def test_a_new_publisher_may_begin_anew(make: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective"], indirect=True)
-def test_death_in_the_midst_of_the_data_is_named(make: Make) -> None:
+def test_a_receiver_that_dies_during_a_transfer_is_named(make: Make) -> None:
     module = Small(1)
     channel = make(module, seconds=20.0)
     with receiving(count=2) as (one, dying):
@@ -166,13 +166,13 @@ def test_death_in_the_midst_of_the_data_is_named(make: Make) -> None:
         with pytest.raises(ReceiverLost, match=r"rollout 1 .*exit code -9"):
             channel.publish(Weights.of(module), 2, [one.wire, dying.wire])
         train(module)
-        with receiving() as (again,):
-            channel.publish(Weights.of(module), 3, [one.wire, again.wire])
-            assert one.look()["digest"] == again.look()["digest"] == digest(module)
+        with receiving() as (replacement,):
+            channel.publish(Weights.of(module), 3, [one.wire, replacement.wire])
+            assert one.look()["digest"] == replacement.look()["digest"] == digest(module)
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective"], indirect=True)
-def test_a_changed_bit_is_noticed_and_named(make: Make) -> None:
+def test_a_corrupted_bit_is_detected(make: Make) -> None:
     module = Small(1)
     channel = make(module)
     with receiving() as (other,):
@@ -183,21 +183,21 @@ def test_a_changed_bit_is_noticed_and_named(make: Make) -> None:
         assert other.look()["digest"] == digest(module)
 
 
-def test_sharing_moves_nothing_and_needs_no_second_copy() -> None:
+def test_shared_memory_needs_no_copy() -> None:
     module = Small(1)
     channel = SharedChannel(module)
     with receiving() as (other,):
         assert channel.publish(Weights.of(module), 1, [other.wire]).extra_bytes == 0
         before = other.look()
         train(module)
-        # The same memory: what the trainer wrote is there before it is published.
+        # Both use the same memory, so the engine sees the trainer's changes before they are published.
         assert other.look()["digest"] == digest(module)
         channel.publish(Weights.of(module), 2, [other.wire])
         assert other.look()["addresses"] == before["addresses"]
     channel.close()
 
 
-def test_running_engines_keep_what_they_have_until_they_flip() -> None:
+def test_running_engines_keep_their_weights_until_the_next_version_is_published() -> None:
     module = Small(1)
     channel = SharedChannel()
     with receiving() as (other,):
@@ -214,7 +214,7 @@ def test_running_engines_keep_what_they_have_until_they_flip() -> None:
     channel.close()
 
 
-def test_a_module_that_left_the_shared_memory_is_noticed() -> None:
+def test_a_module_no_longer_in_shared_memory_is_rejected() -> None:
     module = Small(1)
     channel = SharedChannel(module)
     module.big.weight.data = module.big.weight.data.clone()
@@ -223,13 +223,13 @@ def test_a_module_that_left_the_shared_memory_is_noticed() -> None:
     channel.close()
 
 
-def test_the_disk_holds_one_version_that_safetensors_reads(tmp_path: Path) -> None:
+def test_the_disk_channel_keeps_one_version_that_safetensors_reads(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     module = Small(1)
-    for left in (".spare-of-one-that-was-killed", "version-000009"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "model.safetensors").write_bytes(b"x" * 3_000_000)  # longer than what comes
+    for leftover in (".spare-of-one-that-was-killed", "version-000009"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "model.safetensors").write_bytes(b"x" * 3_000_000)  # longer than the new file
     channel = DiskChannel(tmp_path)
     with receiving() as (other,):
         for version in (1, 2, 3):
@@ -243,11 +243,11 @@ def test_the_disk_holds_one_version_that_safetensors_reads(tmp_path: Path) -> No
     assert all(torch.equal(stored[name], tensor) for name, tensor in Weights.of(module))
 
 
-def test_a_truncated_or_foreign_file_is_refused_and_leaves_the_engine_stale(tmp_path: Path) -> None:
+def test_a_truncated_file_is_rejected_and_leaves_the_engine_without_a_version(tmp_path: Path) -> None:
     module = Small(1)
 
     class Cutting:
-        """A wire whose filesystem shows the file before all of it is there."""
+        """A wire whose filesystem shows a partly written file."""
 
         def __init__(self, other: Receiving, size: int) -> None:
             self.name, self.answer, self._tell, self._size = other.wire.name, other.wire.answer, other.wire.tell, size
@@ -266,8 +266,8 @@ def test_a_truncated_or_foreign_file_is_refused_and_leaves_the_engine_stale(tmp_
             channel.publish(Weights.of(module), 3, [Cutting(other, 10)])
 
 
-def test_nothing_is_left_when_either_side_is_killed() -> None:
-    """Segments have no names: the kernel frees them with the last process that has them."""
+def test_shared_memory_survives_a_killed_trainer_without_a_named_segment() -> None:
+    """Segments have no names: the kernel frees them when the last process that maps them ends."""
     with receiving() as (other,):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -275,13 +275,13 @@ def test_nothing_is_left_when_either_side_is_killed() -> None:
             ours.settimeout(60.0)
             published = ours.recv(100).decode()
         assert trainer.wait() == -signal.SIGKILL
-        seen = other.look()
-        assert seen["digest"] == published
-        assert seen["shared"] == ["/memfd:plaudit-weights (deleted)"]
+        received = other.look()
+        assert received["digest"] == published
+        assert received["shared"] == ["/memfd:plaudit-weights (deleted)"]
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective", "shared"])
-def test_sharded_weights_are_gathered_on_the_way(kind: str, tmp_path: Path) -> None:
+def test_sharded_weights_are_gathered_when_published(kind: str, tmp_path: Path) -> None:
     with receiving() as (other,):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -294,7 +294,7 @@ def test_sharded_weights_are_gathered_on_the_way(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_example_of_the_guide_runs() -> None:
+def test_the_example_in_the_guide_runs() -> None:
     guide = Path(__file__).parents[2] / "docs" / "channels.md"
     example = guide.read_text().split("```python\n")[1].split("```")[0]
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=True)
@@ -302,7 +302,7 @@ def test_the_example_of_the_guide_runs() -> None:
 
 
 class LateWire:
-    """A receiver whose answer to an earlier publication is still on its way."""
+    """A receiver whose answer to an earlier publication arrives late."""
 
     name = "late"
 
@@ -322,7 +322,7 @@ class LateWire:
     def close(self) -> None: ...
 
 
-def test_a_late_answer_to_an_earlier_publication_is_not_taken_for_this_one() -> None:
+def test_late_answers_to_earlier_publications_are_ignored() -> None:
     publisher = Publisher(seconds=5)
     first = publisher.begin(1)
     late = WeightReply(first.id, version=1, checksum="old")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective", "shared", "home"])
-def test_what_arrives_is_what_was_published(kind: str, tmp_path: Path) -> None:
+def test_received_weights_equal_published_weights(kind: str, tmp_path: Path) -> None:
     module = Small(1).to("cuda")
     channel: Channel = {
         "disk": lambda: DiskChannel(tmp_path / "weights"), "collective": CollectiveChannel,
@@ -31,13 +31,13 @@ def test_what_arrives_is_what_was_published(kind: str, tmp_path: Path) -> None:
         for version in (1, 2, 5):
             channel.publish(Weights.of(module), version, [other.wire for other in others])
             for other in others:
-                seen = other.look()
-                assert (seen["version"], seen["digest"]) == (version, digest(module))
+                received = other.look()
+                assert (received["version"], received["digest"]) == (version, digest(module))
             train(module)
     channel.close()
 
 
-def test_sharing_moves_nothing_and_keeps_addresses() -> None:
+def test_shared_memory_needs_no_copy_and_keeps_addresses() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel(module)
     with receiving(device="cuda") as (other,):
@@ -51,7 +51,7 @@ def test_sharing_moves_nothing_and_keeps_addresses() -> None:
     channel.close()
 
 
-def test_a_running_engine_keeps_its_addresses_for_its_graphs() -> None:
+def test_a_running_engine_keeps_its_addresses_for_cuda_graphs() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel()
     with receiving(device="cuda") as (other,):
@@ -64,21 +64,21 @@ def test_a_running_engine_keeps_its_addresses_for_its_graphs() -> None:
     channel.close()
 
 
-def test_the_memory_of_a_killed_engine_comes_back() -> None:
+def test_a_killed_engine_leaves_no_shared_memory_and_can_be_replaced() -> None:
     module = Small(1).to("cuda")
     channel = SharedChannel(module)
     with receiving(device="cuda") as (other,):
         channel.publish(Weights.of(module), 1, [other.wire])
         other.process.kill()
         assert other.process.wait() == -signal.SIGKILL
-    with receiving(device="cuda") as (again,):
-        channel.publish(Weights.of(module), 1, [again.wire])
-        assert again.look()["digest"] == digest(module)
-        assert not [path for path in again.look()["shared"] if path.startswith("/dev/shm") and "torch_" in path]
+    with receiving(device="cuda") as (replacement,):
+        channel.publish(Weights.of(module), 1, [replacement.wire])
+        assert replacement.look()["digest"] == digest(module)
+        assert not [path for path in replacement.look()["shared"] if path.startswith("/dev/shm") and "torch_" in path]
     channel.close()
 
 
-def test_a_killed_trainer_leaves_an_engine_that_takes_the_next() -> None:
+def test_an_engine_accepts_a_new_trainer_after_the_first_is_killed() -> None:
     module = Small(2).to("cuda")
     with receiving(device="cuda") as (other,):
         ours, theirs = socket.socketpair()

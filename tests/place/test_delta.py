@@ -1,4 +1,4 @@
-"""Weights sent as deltas: few bytes, and the same bits at the end."""
+"""Weights sent as deltas: few bytes, and bit-identical weights in the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unpacked(packed: Tensor, old: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.int8])
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.2])
-def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype, share: float) -> None:
+def test_unpacked_deltas_reproduce_the_new_weights(dtype: torch.dtype, share: float) -> None:
     torch.manual_seed(1)
     old = (torch.randn(300, 500) * 40).to(dtype)
     new = torch.where(torch.rand(old.shape) < share, (torch.randn(old.shape) * 40).to(dtype), old)
@@ -50,8 +50,8 @@ def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype, share: float) -
         assert torch.equal(as_bits(unpacked(packed, old)), as_bits(new))
 
 
-def test_bits_count_and_not_values() -> None:
-    """-0 is not 0, NaN is itself, a neighbour is near, and long ways lie between changes."""
+def test_deltas_compare_bits_not_values() -> None:
+    """-0 differs from 0, NaN equals itself, some values change to an adjacent one, and changes are far apart."""
     old = torch.zeros(1 << 20, dtype=torch.bfloat16)
     old[5], old[600_000], old[7] = torch.nan, 1.0, -1.0
     new = old.clone()
@@ -62,7 +62,7 @@ def test_bits_count_and_not_values() -> None:
     assert torch.equal(as_bits(unpacked(packed, old)), as_bits(new))
 
 
-def test_what_would_not_be_smaller_is_sent_whole() -> None:
+def test_a_delta_that_would_not_be_smaller_is_not_packed() -> None:
     assert pack(torch.randn(1000), torch.randn(1000)) is None
     assert pack(torch.tensor([1.0]), torch.tensor([2.0])) is None
     assert set(BITS) == {1, 2, 4, 8}
@@ -90,8 +90,8 @@ def half(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["disk", "collective"])
-def test_a_small_step_moves_a_twentieth_of_the_bytes_and_ends_in_the_same_bits(kind: str, tmp_path: Path) -> None:
-    """Three steps of 1e-6 by the optimizer that trains, of a model in bfloat16 whose every weight has a gradient."""
+def test_a_small_step_sends_at_most_5_percent_of_the_bytes_and_matches_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Three optimizer steps at learning rate 1e-6, on a bfloat16 model with a gradient for every weight."""
 
     def new(name: str) -> Channel:
         return DiskChannel(tmp_path / name, seconds=60) if kind == "disk" else CollectiveChannel(seconds=60)
@@ -122,6 +122,6 @@ def test_a_small_step_moves_a_twentieth_of_the_bytes_and_ends_in_the_same_bits(k
 
 
 @pytest.mark.parametrize("placement", [{"name": "colocated"}, {"name": "disaggregated", "channel": "shared"}])
-def test_where_nothing_travels_changes_are_refused(placement: dict[str, str]) -> None:
+def test_delta_is_rejected_where_weights_are_shared(placement: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"placement\.delta sends changed weights"):
         recipe(placement={**placement, "delta": True})

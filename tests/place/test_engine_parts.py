@@ -1,5 +1,4 @@
-"""Engines of several ranks on the training ranks: samples and losses are those of one rank, and no rank has the whole
-policy."""
+"""Engines of several ranks on the training ranks match one rank, and no rank has the full policy."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ from tests.train.test_ranks import (
 )
 
 SLOW = pytest.mark.slow
-# A reward model's scores differ, where no answer of random weights is right.
+# A reward model's scores differ between samples; a rule would give every sample of random weights 0.
 GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 5, "lr": 3e-5},
 }  # fmt: skip
-# Experts that few tokens came to have gradients near zero, and Adam's first steps spread their rounding.
+# Experts that received few tokens have gradients near zero, and Adam's first steps amplify their rounding error.
 MIXTURE = {**GRPO, "train": {"prompts_per_step": 5, "lr": 1e-5}}
 TENSOR_ENGINE, STAGE_ENGINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
-# The halves of no matrix have the shape of another one.
+# Half of a matrix never has the shape of another matrix.
 SIZES = {
     "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 20, "max_position_embeddings": 256, "tie_word_embeddings": False,
@@ -77,7 +76,7 @@ def ranks_that_generate(rollout: dict[str, int]) -> tuple[str, ...]:
 
 @SLOW
 @pytest.mark.parametrize(("model", "shape"), [("llama", (1, 1, 2)), ("qwen3", TWO)], ids=["llama-1x2", "qwen3-2x1"])
-def test_no_rank_has_a_matrix_whole_between_steps_nor_two_while_weights_come(
+def test_ranks_keep_no_full_matrix_after_a_step_and_at_most_one_during_an_update(
     model: str, shape: Shape, models: Callable[[str], str], tmp_path: Path
 ) -> None:
     tables = {**GRPO, "model": {"path": models(model)}}
@@ -115,11 +114,11 @@ def test_no_rank_has_a_matrix_whole_between_steps_nor_two_while_weights_come(
         pytest.param(PPO, "qwen3", (2, 1, 1, 2), STAGE_ENGINE, ("placement.name=hybrid",), id="four-hybrid"),
     ],
 )
-def test_a_run_is_that_of_one_rank_which_can_go_on_with_its_state(
+def test_a_run_matches_one_rank_and_its_checkpoint_resumes_elsewhere(
     tables: dict[str, Any], model: str, shape: Shape, rollout: dict[str, int], more: tuple[str, ...],
     models: Callable[[str], str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Of five prompts a step two engines have unequal shares. Then two ranks with an engine each go on, too."""
+    """Five prompts a step give two engines unequal shares. One rank, or two with an engine each, resume the run."""
     tables = {**tables, "model": {"path": models(model)}}
     run_alone(tmp_path / "one", tables)
     file, run, world = written(tmp_path / "recipe.toml", tables), tmp_path / "many", math.prod(shape)
@@ -135,7 +134,7 @@ def test_a_run_is_that_of_one_rank_which_can_go_on_with_its_state(
 
 
 @SLOW
-def test_a_run_of_one_goes_on_over_ranks_that_share_an_engine(models: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_one_rank_run_resumes_on_ranks_that_share_an_engine(models: Callable[[str], str], tmp_path: Path) -> None:
     tables = {**PPO, "model": {"path": models("qwen3")}}
     run_alone(tmp_path / "one", tables)
     file, run = written(tmp_path / "recipe.toml", tables), tmp_path / "many"
@@ -146,8 +145,8 @@ def test_a_run_of_one_goes_on_over_ranks_that_share_an_engine(models: Callable[[
 
 
 @pytest.mark.slow
-def test_ranks_of_two_machines_form_an_engine(tmp_path: Path) -> None:
-    """Each a torchrun of its own; here they meet on one machine."""
+def test_ranks_on_two_machines_form_an_engine(tmp_path: Path) -> None:
+    """Each machine has its own torchrun; in the test both run on one machine."""
     run_alone(tmp_path / "one", GRPO)
     file, run, port = written(tmp_path / "recipe.toml", GRPO), tmp_path / "many", str(free_port())
     words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE))[1:]
@@ -183,9 +182,9 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
     begun(run, child)
     ranks = ranks_of(child.pid)
     ranks[victim].kill()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert f"rank {victim} was ended by SIGKILL; --resume continues from the last checkpoint" in said
+    assert f"rank {victim} was ended by SIGKILL; --resume continues from the last checkpoint" in stderr
     assert not any(rank.is_running() for rank in ranks.values())
 
 
@@ -198,7 +197,7 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
         ({"resources": {"data_parallel": 2}, "placement": {"name": "hybrid"}, "processes": 1}, "separate process maps"),
     ],
 )  # fmt: skip
-def test_ranks_that_make_no_engine_are_refused(tables: dict[str, Any], says: str) -> None:
+def test_rank_counts_that_form_no_whole_engine_are_rejected(tables: dict[str, Any], says: str) -> None:
     rollout = {"tensor_parallel": 2, **({"processes": 1} if tables.pop("processes", 0) else {})}
     tree = {**tables, "resources": {**tables.get("resources", {}), "rollout": rollout}}
     with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):

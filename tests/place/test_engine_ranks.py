@@ -36,7 +36,7 @@ TINY = {
     "train": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_every": 50, "dump": True},
     "data": {"world": "sums", "eval_items": 1},
     "sampling": {"max_tokens": 8},
-    "algorithm": {"name": "grpo", "entropy": 0.1},  # something to learn, whatever the rewards are
+    "algorithm": {"name": "grpo", "entropy": 0.1},  # a gradient even if all rewards are equal
 }  # fmt: skip
 DISAGGREGATED = {"name": "disaggregated"}
 MIXTURES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3")
@@ -48,7 +48,7 @@ def tiny_run(**tables: Any) -> RlRecipe:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With norms in heads, which every rank has whole, and a head of its own."""
+    """A model with norms per head, which every rank has in full, and an untied output head."""
     tokenizer = load_policy("sums-policy").tokenizer
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -62,7 +62,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def models(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The path of a model by its name; a mixture of experts is made when it is needed."""
+    """The path of a model by its name; a mixture of experts is created on demand."""
     root = tmp_path_factory.mktemp("mixtures")
 
     def path(name: str) -> str:
@@ -76,26 +76,26 @@ def models(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_takes_its_part_of_what_is_published(qwen3: str, tied: bool) -> None:
-    check_taking("sums-policy" if tied else qwen3)
+def test_a_rank_loads_its_part_of_published_weights(qwen3: str, tied: bool) -> None:
+    check_loading("sums-policy" if tied else qwen3)
 
 
-def check_taking(path: str) -> None:
-    """The bits that it would have read from files of the same weights, whether all of them come or what changed."""
-    whole, policy = outline(path), load_policy(path).module
-    coming = Weights.of(policy)
-    before = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1e-3, t) for name, t in coming.tensors.items()}
+def check_loading(path: str) -> None:
+    """The loaded part equals, bit for bit, what is read from files of the weights, for full updates and for deltas."""
+    full_model, policy = outline(path), load_policy(path).module
+    published = Weights.of(policy)
+    before = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1e-3, t) for name, t in published.tensors.items()}
     for rank in range(4):
-        part = deepcopy(whole.module)
+        part = deepcopy(full_model.module)
         cuts = keep_part(part, RankPosition(rank, 2, 2))
-        fill(part, whole.read, cuts, "cpu")
+        fill(part, full_model.read, cuts, "cpu")
         expected = {name: tensor.clone() for name, tensor in named_tensors(part).items()}
-        target = PartTarget(part, whole.module, cuts)
-        for sent in (Weights(before), changes(coming, before, since=0)):
+        target = PartTarget(part, full_model.module, cuts)
+        for sent in (Weights(before), changes(published, before, since=0)):
             if sent.layout.packed:
                 assert not all(torch.equal(tensor, expected[name]) for name, tensor in named_tensors(part).items())
-                assert sent.nbytes < 0.7 * coming.nbytes
-            layout = replace(sent.layout, aliases=coming.layout.aliases)
+                assert sent.nbytes < 0.7 * published.nbytes
+            layout = replace(sent.layout, aliases=published.layout.aliases)
             target.check(layout)
             DeltaTarget(target, layout).load(sent)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in named_tensors(part).items())
@@ -111,7 +111,7 @@ def check_taking(path: str) -> None:
         ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "its own options"),
     ],
 )
-def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], says: str) -> None:
+def test_configurations_without_multi_rank_engines_are_rejected(tables: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):
         tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}})
 
@@ -127,19 +127,21 @@ def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], 
         ({"pipeline_parallel": 3}, r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667"),
     ],
 )
-def test_ranks_that_do_not_divide_the_model_are_refused_with_the_equation(ranks: dict[str, int], says: str) -> None:
+def test_ranks_that_do_not_divide_the_model_are_rejected_with_the_arithmetic(ranks: dict[str, int], says: str) -> None:
     tree = tiny_run(placement=DISAGGREGATED, resources={"rollout": ranks})
     with pytest.raises(ConfigError, match=f"resources.rollout: .*{says}"):
         check_engine_ranks(tree)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_rank_of_a_mixture_takes_its_experts_of_what_is_published(family: str, models: Callable[[str], str]) -> None:
-    check_taking(models(family))
+def test_a_rank_of_a_mixture_loads_its_experts_from_published_weights(
+    family: str, models: Callable[[str], str]
+) -> None:
+    check_loading(models(family))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_experts_that_do_not_divide_are_refused_with_the_equation(family: str, tmp_path: Path) -> None:
+def test_experts_that_do_not_divide_are_rejected_with_the_arithmetic(family: str, tmp_path: Path) -> None:
     other: Any = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
     count = {"num_local_experts": 4} if family == "gpt_oss" else {"num_experts": 4, "moe_intermediate_size": 24}
     config = type(CONFIGS[family])(**{**SIZES, **other, **count}, head_dim=8)
@@ -196,30 +198,30 @@ def engine_ranks() -> list[psutil.Process]:
         "deepseek-v3",
     ],
 )
-def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
+def test_an_engine_of_two_ranks_matches_the_samples_and_losses_of_one(
     tmp_path: Path, models: Callable[[str], str], placement: dict[str, Any], rollout: dict[str, int], model: str
 ) -> None:
-    """Over a change of weights, and, in one of them, though a rank was killed after the first step."""
+    """Including a weight update and, with async, a rank that is killed after the first step."""
     tables = {"model": {"path": models(model)}}
     expected = train(tmp_path / "one", tiny_run(**tables), RolloutHost())
     tree = tiny_run(**tables, placement=placement, resources={"rollout": rollout})
-    strike = placement["name"] == "async"
+    kills = placement["name"] == "async"
 
     def look(_: RlTraining, step: int) -> None:
-        if strike and step == 1:
+        if kills and step == 1:
             (rank,) = engine_ranks()
             os.kill(rank.pid, signal.SIGKILL)
 
-    found = train(tmp_path / "two", tree, RolloutHost(), look)
+    actual = train(tmp_path / "two", tree, RolloutHost(), look)
     assert tokens(tmp_path / "two") == tokens(tmp_path / "one")
     changed = dict(load_policy(tmp_path / "one" / "final").module.named_parameters())
     policy = load_policy(tables["model"]["path"]).module
     assert all(not torch.equal(changed[name], p) for name, p in policy.named_parameters() if p.ndim > 1)
-    for mine, theirs in zip(numbers(found), numbers(expected), strict=True):
+    for mine, theirs in zip(numbers(actual), numbers(expected), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
     if placement.get("delta"):
-        assert all(0.5 < seen["publish/share"] <= 1 for seen in found.seen), "of float32 nearly all changes in a step"
-    assert len(found.warnings) == strike
-    assert all("it is restarted" in warning for warning in found.warnings)
+        assert all(0.5 < seen["publish/share"] <= 1 for seen in actual.seen), "of float32 nearly all changes in a step"
+    assert len(actual.warnings) == kills
+    assert all("it is restarted" in warning for warning in actual.warnings)
     psutil.wait_procs(engine_ranks(), timeout=60)
     assert not engine_ranks(), "they end with the run"

@@ -28,15 +28,15 @@ def play(engine: Any, module: Any, make: Any = Calculator, **table: Any) -> list
     return Episodes(engine, TOKENIZER, positions, SAMPLING, options, 1, make=make).play(PROMPTS, 3, "s")
 
 
-def test_turns_of_another_process_are_those_of_this_one(rollout_host: RolloutHost) -> None:
+def test_episodes_with_a_remote_engine_match_a_local_engine(rollout_host: RolloutHost) -> None:
     engine, fleet, module = remote(rollout_host)
     try:
         fleet.publish(0)
         local = Engine(module, TOKENIZER)
         expected = play(local, module, lockstep=True)
         assert play(fleet, module, lockstep=True) == expected, "in lockstep to the bit"
-        apart = play(fleet, module)
-        assert [(s.token_ids, s.mask, s.text) for s in apart] == [(s.token_ids, s.mask, s.text) for s in expected]
+        concurrent = play(fleet, module)
+        assert [(s.token_ids, s.mask, s.text) for s in concurrent] == [(s.token_ids, s.mask, s.text) for s in expected]
         assert engine.outstanding == 0
     finally:
         fleet.close()
@@ -55,9 +55,9 @@ def test_a_worker_that_dies_during_episodes_is_replaced(rollout_host: RolloutHos
 
     try:
         fleet.publish(0)
-        found = play(fleet, module, Deadly)
+        actual = play(fleet, module, Deadly)
         assert fleet.restarts == 1
         expected = play(Engine(module, TOKENIZER), module)
-        assert [(s.token_ids, s.mask) for s in found] == [(s.token_ids, s.mask) for s in expected]
+        assert [(s.token_ids, s.mask) for s in actual] == [(s.token_ids, s.mask) for s in expected]
     finally:
         fleet.close()

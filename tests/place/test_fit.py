@@ -1,4 +1,4 @@
-"""What does not fit is refused with the calculation before anything is loaded."""
+"""A recipe that does not fit in memory is rejected with the calculation before anything is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe
 
 GIB = 1 << 30
-BILLION = 1 << 30  # weights, so that a byte each is a GiB
+BILLION = 1 << 30  # 2^30 weights, so that one byte per weight is a GiB
 
 
 @pytest.fixture
@@ -32,22 +32,22 @@ def ppo(**tables: Any) -> Any:
     )
 
 
-def test_the_weights_of_a_directory_are_counted() -> None:
+def test_the_parameters_of_a_model_directory_are_counted() -> None:
     module = load_policy("sums-policy").module
     assert parameters("sums-policy") == sum(p.numel() for p in module.parameters())
 
 
 @pytest.mark.usefixtures("large")
 def test_owners_by_hand() -> None:
-    held = {name: size // GIB for name, size in owners(ppo(), "cuda").items()}
-    assert held == {
+    gibibytes = {name: size // GIB for name, size in owners(ppo(), "cuda").items()}
+    assert gibibytes == {
         "policy weights": 2, "policy masters": 4, "policy optimizer": 8, "policy gradients": 4, "reference weights": 2,
         "critic weights": 2, "critic masters": 4, "critic optimizer": 8, "critic gradients": 4, "reward weights": 2,
         "KV": 8,
     }  # fmt: skip
     grpo = owners(
         recipe(algorithm={"name": "grpo", "kl": {"coef": 0.0}}), "cpu"
-    )  # a rule, and a KV pool as there is room
+    )  # a rule as the reward, and a KV pool sized to free memory
     assert {name: size // GIB for name, size in grpo.items()} == {
         "policy weights": 4, "policy optimizer": 8, "policy gradients": 4
     }  # fmt: skip
@@ -62,8 +62,8 @@ def test_swapped_needs_what_its_fullest_phase_needs() -> None:
     assert (phase, sum(needed.values()) // GIB) == ('the critic\'s update with placement.name = "swapped"', 2 + 18)
     phase, needed = fullest(ppo(**swapped, train={"minibatches": 2}), owners(ppo(), "cuda"))
     assert (phase, sum(needed.values()) // GIB) == ('the policy\'s update with placement.name = "swapped"', 32)
-    held = {**owners(ppo(), "cuda"), "KV": 60 * GIB}
-    assert fullest(ppo(**swapped), held) == (
+    sizes = {**owners(ppo(), "cuda"), "KV": 60 * GIB}
+    assert fullest(ppo(**swapped), sizes) == (
         'generation with placement.name = "swapped"', {"policy weights": 2 * GIB, "KV": 60 * GIB}
     )  # fmt: skip
 
@@ -112,14 +112,14 @@ def test_what_is_offloaded_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "which has 23 GiB free; train with model.lora, or over more machines" in str(refused.value)
 
 
-def test_nothing_is_loaded_for_a_run_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_fit_is_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "available", lambda device: 1000)
     tree = recipe()
     with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="GiB free"):
         RlTraining(tree, run, Silent())
 
 
-def test_this_machine_says_what_it_has() -> None:
+def test_available_memory_of_this_machine_is_plausible() -> None:
     free = available("cpu")
     assert free is None or free > 1 << 20
     check_fit(recipe())

@@ -22,7 +22,7 @@ PPO = {"name": "ppo", "kl": {"coef": 0.05}}
 
 
 class Gauge:
-    """A meter that says what it is told."""
+    """A meter that reports the values it is given."""
 
     device, capacity, whole = "made up", 1000, False
 
@@ -45,11 +45,11 @@ class Gauge:
         return None
 
 
-def made_up(**held: int) -> tuple[Ledger, Gauge, dict[str, int]]:
+def made_up(**sizes: int) -> tuple[Ledger, Gauge, dict[str, int]]:
     holdings, gauge = Holdings(), Gauge()
-    for owner in held:
-        holdings.counts[owner] = lambda owner=owner: held[owner]  # type: ignore[misc]
-    return Ledger(holdings, gauge), gauge, held
+    for owner in sizes:
+        holdings.counts[owner] = lambda owner=owner: sizes[owner]  # type: ignore[misc]
+    return Ledger(holdings, gauge), gauge, sizes
 
 
 def written(ledger: Ledger, directory: Path, step: int = 1) -> list[dict[str, object]]:
@@ -59,15 +59,15 @@ def written(ledger: Ledger, directory: Path, step: int = 1) -> list[dict[str, ob
     return [event for event in read_events(directory) if event["kind"] == "memory"]
 
 
-def test_what_nobody_has_is_unaccounted_and_what_comes_and_goes_are_activations(tmp_path: Path) -> None:
-    ledger, gauge, held = made_up(weights=100, gradients=0)
+def test_memory_without_owner_is_unaccounted_and_temporary_memory_is_activations(tmp_path: Path) -> None:
+    ledger, gauge, sizes = made_up(weights=100, gradients=0)
     gauge.take(130)
     ledger.begin("update")
     gauge.take(220, highest=400)
-    held["gradients"] = 80
+    sizes["gradients"] = 80
     ledger.end("update", 0.5)
     (event,) = written(ledger, tmp_path)
-    # At the fullest 400: weights 100, gradients 80, the 30 that nobody had before, and the rest.
+    # The peak of 400: weights 100, gradients 80, the 30 that had no owner at the start, and the rest.
     assert event["bytes"] == {"weights": 100, "gradients": 80, "unaccounted": 30, "activations": 190}
     assert event["start"] == {"gradients": 0, "activations": 0}
     assert event["end"] == {"unaccounted": 40, "activations": 0}
@@ -76,7 +76,7 @@ def test_what_nobody_has_is_unaccounted_and_what_comes_and_goes_are_activations(
     assert ledger.peak == 400
 
 
-def test_a_phase_that_comes_several_times_is_told_once_at_its_fullest(tmp_path: Path) -> None:
+def test_a_repeated_phase_is_logged_once_at_its_peak(tmp_path: Path) -> None:
     ledger, gauge, _ = made_up(weights=100)
     for highest in (150, 300, 200):
         gauge.take(100)
@@ -91,10 +91,10 @@ def test_a_phase_that_comes_several_times_is_told_once_at_its_fullest(tmp_path: 
     assert (update["times"], update["seconds"]) == (3, 3.0)
     assert publish["bytes"] == {"weights": 100}
     assert ledger.peak == 700
-    assert written(ledger, tmp_path) == [update, publish]  # nothing new was written
+    assert written(ledger, tmp_path) == [update, publish]  # the second write adds no events
 
 
-def test_owners_that_hold_more_than_is_taken_are_told_so(tmp_path: Path) -> None:
+def test_owners_that_exceed_the_measured_memory_give_negative_unaccounted(tmp_path: Path) -> None:
     ledger, gauge, _ = made_up(kv=100)
     gauge.take(60)
     ledger.begin("generate")
@@ -104,32 +104,32 @@ def test_owners_that_hold_more_than_is_taken_are_told_so(tmp_path: Path) -> None
     assert event["start"] == {"unaccounted": -40}
 
 
-def test_the_clock_tells_its_watchers_in_order_and_nobody_of_a_phase_that_failed() -> None:
-    told: list[str] = []
+def test_the_clock_notifies_watchers_in_order_and_not_of_a_failed_phase() -> None:
+    calls: list[str] = []
 
     class Ear:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def begin(self, phase: str) -> None:
-            told.append(f"{self.name} {phase}")
+            calls.append(f"{self.name} {phase}")
 
         def end(self, phase: str, seconds: float) -> None:
             assert seconds >= 0
-            told.append(f"{phase} {self.name}")
+            calls.append(f"{phase} {self.name}")
 
     clock = Clock()
     clock.watchers += [Ear("a"), Ear("b")]
     with clock("one"):
-        told.append("work")
+        calls.append("work")
     with pytest.raises(ValueError, match="no"), clock("two"):
         raise ValueError("no")
-    assert told == ["a one", "b one", "work", "one b", "one a", "a two", "b two"]
+    assert calls == ["a one", "b one", "work", "one b", "one a", "a two", "b two"]
     clock.count("swap", 2.0)
     assert clock.split()["time/swap"] == 2.0
 
 
-def test_the_parts_of_an_optimizer(tmp_path: Path) -> None:
+def test_optimizer_copies_gradients_and_moments_have_the_expected_sizes(tmp_path: Path) -> None:
     count = sum(p.numel() for p in tiny().parameters())
     for dtype, copies in ((torch.float32, 0), (torch.bfloat16, 4 * count)):
         module = tiny().to(dtype)
@@ -143,7 +143,7 @@ def test_the_parts_of_an_optimizer(tmp_path: Path) -> None:
         assert sum(t.nbytes for t in optimizer.moments()) == 8 * count
 
 
-def test_the_kv_that_is_taken() -> None:
+def test_used_kv_is_counted_in_blocks() -> None:
     engine = Engine(tiny(), None, kv_bytes=1 << 20)
     assert engine.kv_held() == 0
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0))
@@ -155,7 +155,7 @@ def test_the_kv_that_is_taken() -> None:
     assert engine.kv_held() == 0
 
 
-def test_the_engines_of_rewards() -> None:
+def test_reward_engines_lists_the_engines_of_model_rewards() -> None:
     blended = recipe(
         reward={
             "members": {"a": {"path": "sums"}, "b": {"path": "sums-steps"}, "c": {"rule": "exact", "answer": "(x)"}}
@@ -169,15 +169,15 @@ def test_the_engines_of_rewards() -> None:
 
 
 @pytest.mark.skipif(new_meter(torch.device("cpu")) is None, reason="no /proc")
-def test_the_host_meter_sees_what_came_and_went() -> None:
+def test_the_host_meter_measures_allocation_and_peak() -> None:
     meter = HostMeter()
     meter.restart()
     before = meter.now()
-    # Pages asked of the kernel itself: an allocator may hand out ones that were resident already.
-    held = mmap.mmap(-1, 64 << 20)
-    held.write(bytes(64 << 20))
+    # Pages mapped directly from the kernel: an allocator may return pages that were already resident.
+    mapping = mmap.mmap(-1, 64 << 20)
+    mapping.write(bytes(64 << 20))
     assert meter.now() - before > 60 << 20
-    held.close()
+    mapping.close()
     peak = meter.peak()
     if peak is not None:
         assert peak - before > 60 << 20
@@ -194,24 +194,26 @@ def test_a_run_logs_its_memory_by_owner(tmp_path: Path) -> None:
     events = [event for event in read_events(tmp_path / "run") if event["kind"] == "memory"]
     phases = ["prompts", "generate", "reward", "reference", "values", "advantages", "update", "critic", "publish"]
     steps = [[event["phase"] for event in events if event["step"] == step] for step in (1, 2)]
-    assert "old" in steps[0]  # later on it is left out where the engine has the learner's bits
+    assert "old" in steps[0]  # later steps leave it out if the engine's log-probs equal the learner's bit for bit
     assert [phase for phase in steps[1] if phase != "old"] == [*phases, "evaluate"]
     policy = sum(p.nbytes for p in training.loaded.module.parameters())
     buffers = sum(b.nbytes for b in training.loaded.module.buffers())
     update = next(event for event in events if (event["step"], event["phase"]) == (2, "update"))
     assert update["times"] == 2
-    held = update["bytes"]
-    assert held["policy weights"] == held["reference weights"] == policy + buffers
-    assert (held["policy gradients"], held["policy optimizer"]) == (policy, 2 * policy)
-    assert "policy masters" not in held  # float32 weights need no copy
-    critic = next(event for event in events if (event["step"], event["phase"]) == (2, "critic"))["bytes"]
-    assert held["critic optimizer"] == critic["critic optimizer"] == 2 * critic["critic gradients"] > 0
-    # No phase has those of both, nor any the gradients of an update before.
-    assert "critic gradients" not in held
+    update_bytes = update["bytes"]
+    assert update_bytes["policy weights"] == update_bytes["reference weights"] == policy + buffers
+    assert (update_bytes["policy gradients"], update_bytes["policy optimizer"]) == (policy, 2 * policy)
+    assert "policy masters" not in update_bytes  # float32 weights need no copy
+    critic_bytes = next(event for event in events if (event["step"], event["phase"]) == (2, "critic"))["bytes"]
+    assert (
+        update_bytes["critic optimizer"] == critic_bytes["critic optimizer"] == 2 * critic_bytes["critic gradients"] > 0
+    )
+    # No phase has the gradients of both, or gradients of an earlier update.
+    assert "critic gradients" not in update_bytes
     assert all("policy gradients" not in e["bytes"] for e in events if e["phase"] != "update")
     first = next(event for event in events if (event["step"], event["phase"]) == (1, "update"))
     assert first["start"]["policy optimizer"] == first["start"]["policy gradients"] == 0
     assert all((event["taken"]["peak"] or 0) <= summary["peak_bytes"] for event in events)
-    for event in events:  # owners, program and the unaccounted are what the process has, to the byte
+    for event in events:  # owners, program and unaccounted sum to the memory of the process, to the byte
         at_end = {**event["bytes"], **event["end"]}
         assert sum(at_end.values()) == event["taken"]["end"]

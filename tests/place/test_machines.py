@@ -1,4 +1,4 @@
-"""Engines on separate machines: a run over TCP and a run directory equals that of one process, whatever dies."""
+"""Engines on separate machines: a run over TCP and a shared directory matches one process, whichever process dies."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from tests.place.test_engine_ranks import tiny_run, tokens
 from tests.train.rl_world import Silent, recipe
 from tests.train.test_ranks import ENV, GRPO, TWO, check_ten, command, steps, written
 
-APART: dict[str, Any] = {"name": "disaggregated"}
-THERE = {"nodes": 1, "address": "127.0.0.1"}
-ENGINE_OF_2 = {**THERE, "tensor_parallel": 2}
+REMOTE: dict[str, Any] = {"name": "disaggregated"}
+ON_MACHINE = {"nodes": 1, "address": "127.0.0.1"}
+ENGINE_OF_2 = {**ON_MACHINE, "tensor_parallel": 2}
 TEN: dict[str, Any] = {"steps": 10, "eval_every": 5, "show": 4, "checkpoint": {"every": 2}}
 Start = Callable[[Sequence[str]], "OnMachine"]
-ENDS_WITHIN = 60.0  # whatever is killed
+ENDS_WITHIN = 60.0  # whichever process is killed
 
 
-# On this machine
+# In this process, with machines in threads
 
 
 @contextmanager
 def machines_in_threads(run: Path, count: int) -> Iterator[None]:
-    """`plaudit rollouts RUN` so many times. Each ends with the run."""
+    """Runs `plaudit rollouts RUN` in the given number of threads. Each ends with the run."""
     threads = [threading.Thread(target=generate_for, args=(run, 60.0, Leave())) for _ in range(count)]
     for thread in threads:
         thread.start()
@@ -78,17 +78,17 @@ def trained(directory: Path, tree: RlRecipe) -> Silent:
     return viewer
 
 
-def test_engines_on_two_machines_give_the_samples_of_one_process(tmp_path: Path) -> None:
+def test_engines_on_two_machines_match_the_samples_of_one_process(tmp_path: Path) -> None:
     expected = Silent()
     with Run(tmp_path / "one", tiny_run()) as run:
         RlTraining(tiny_run(), run, expected).fit()
-    tree = tiny_run(placement=APART, resources={"rollout": {**THERE, "nodes": 2, "processes": 2}})
+    tree = tiny_run(placement=REMOTE, resources={"rollout": {**ON_MACHINE, "nodes": 2, "processes": 2}})
     with machines_in_threads(tmp_path / "apart", 2):
-        found = trained(tmp_path / "apart", tree)
+        actual = trained(tmp_path / "apart", tree)
     assert tokens(tmp_path / "apart") == tokens(tmp_path / "one")
-    for mine, theirs in zip(numbers(found), numbers(expected), strict=True):
+    for mine, theirs in zip(numbers(actual), numbers(expected), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
-    assert not found.warnings
+    assert not actual.warnings
 
 
 def join(endpoint: TrainerEndpoint, version: str) -> socket.socket:
@@ -97,8 +97,8 @@ def join(endpoint: TrainerEndpoint, version: str) -> socket.socket:
     return sock
 
 
-def test_a_machine_of_another_version_is_sent_away_and_the_others_hear_the_end(tmp_path: Path) -> None:
-    tree = tiny_run(placement=APART, resources={"rollout": THERE})
+def test_a_machine_with_another_version_is_rejected_and_the_others_end(tmp_path: Path) -> None:
+    tree = tiny_run(placement=REMOTE, resources={"rollout": ON_MACHINE})
     with RolloutMachines(tree, tmp_path) as machines:
         endpoint = msgspec.json.decode((tmp_path / ENDPOINT).read_bytes(), type=TrainerEndpoint)
         with join(endpoint, "0.0.1") as sock:
@@ -113,8 +113,8 @@ def test_a_machine_of_another_version_is_sent_away_and_the_others_hear_the_end(t
         assert not same.recv(1)
 
 
-def test_nobody_waits_for_ever(tmp_path: Path) -> None:
-    tree = tiny_run(placement=APART, resources={"rollout": {**THERE, "nodes": 2, "processes": 2}})
+def test_waiting_for_machines_and_for_the_trainer_times_out(tmp_path: Path) -> None:
+    tree = tiny_run(placement=REMOTE, resources={"rollout": {**ON_MACHINE, "nodes": 2, "processes": 2}})
     with (
         pytest.raises(EngineLost, match=r"0 of 2 rollout machine\(s\) .* connected within 0.1 s: run plaudit rollouts"),
         RolloutMachines(tree, tmp_path, join=0.1) as machines,
@@ -124,7 +124,7 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
         generate_for(tmp_path, 0.1, Leave())
 
 
-def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Begin(7, 1, 4, ("host", 1), b"")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_of(begin) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
@@ -139,18 +139,18 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("tables", "rollout", "says"),
     [
-        ({"placement": APART}, {"nodes": 2, "processes": 3}, r"engines do not divide evenly over them: 3 / 2 = 1\.5"),
+        ({"placement": REMOTE}, {"nodes": 2, "processes": 3}, r"engines do not divide evenly over them: 3 / 2 = 1\.5"),
         ({}, {"nodes": 1}, 'placement.name = "colocated" generates where the policy trains'),
         ({"placement": {"name": "hybrid"}}, {"nodes": 1, "processes": 1}, 'placement.name = "hybrid" generates where'),
-        ({"placement": {**APART, "channel": "shared"}}, {"nodes": 1}, 'set "collective", "reshard" or "disk"'),
-        ({"placement": APART, "ray": "local"}, {"nodes": 1}, 'resources.ray = "local" starts the processes'),
-        ({"placement": APART}, {"nodes": 2, "processes": 2, "prefill": 1}, "transfers KV within one machine"),
-        ({"placement": APART}, {"nodes": 1, "devices": ["cpu"]}, "are for the trainer's machine: remove them"),
-        ({"placement": APART, "engine": {"name": "vllm", "url": "http://a"}}, {"nodes": 1}, "is a server, given by"),
-        ({"placement": APART}, {"address": "a"}, r"nodes = 0: set nodes, or remove address"),
+        ({"placement": {**REMOTE, "channel": "shared"}}, {"nodes": 1}, 'set "collective", "reshard" or "disk"'),
+        ({"placement": REMOTE, "ray": "local"}, {"nodes": 1}, 'resources.ray = "local" starts the processes'),
+        ({"placement": REMOTE}, {"nodes": 2, "processes": 2, "prefill": 1}, "transfers KV within one machine"),
+        ({"placement": REMOTE}, {"nodes": 1, "devices": ["cpu"]}, "are for the trainer's machine: remove them"),
+        ({"placement": REMOTE, "engine": {"name": "vllm", "url": "http://a"}}, {"nodes": 1}, "is a server, given by"),
+        ({"placement": REMOTE}, {"address": "a"}, r"nodes = 0: set nodes, or remove address"),
     ],
 )  # fmt: skip
-def test_what_machines_of_their_own_cannot_do_is_refused(
+def test_configurations_unsupported_on_rollout_machines_are_rejected(
     tables: dict[str, Any], rollout: dict[str, Any], says: str
 ) -> None:
     resources = {"rollout": rollout, **({"ray": tables["ray"]} if "ray" in tables else {})}
@@ -158,12 +158,12 @@ def test_what_machines_of_their_own_cannot_do_is_refused(
         recipe(**{key: table for key, table in tables.items() if key != "ray"}, resources=resources)
 
 
-# On machines that share a directory and TCP: here they are on one
+# On machines connected by a shared directory and TCP; in the tests all are this machine
 
 
 @dataclass
 class OnMachine:
-    """A command as on a machine of its own: in a session that nothing else is in."""
+    """A command in its own session, in place of a separate machine."""
 
     process: subprocess.Popen[str]
     errors: Path
@@ -176,7 +176,7 @@ class OnMachine:
         return self.process.wait(seconds)
 
     def lose(self) -> None:
-        """The machine with everything on it, at once."""
+        """Kills all processes of the machine at once."""
         if self.process.poll() is not None:
             return
         root = psutil.Process(self.process.pid)
@@ -189,9 +189,9 @@ class OnMachine:
 
     @property
     def engine_ranks(self) -> list[psutil.Process]:
-        """Without rank 0, which is the rollout process."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in found if process.name() == "plaudit-rank"]
+        """The ranks other than rank 0, which is the rollout process."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in processes if process.name() == "plaudit-rank"]
 
 
 @pytest.fixture
@@ -264,10 +264,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["disaggregated, collective", "async, reshard", "two machines, disk"],
 )
-def test_a_run_over_machines_is_that_of_one_process(
+def test_a_run_over_machines_matches_one_process(
     words: list[str], strike: bool, one_process: Path, tmp_path: Path, start: Start
 ) -> None:
-    """Also where a rank of the engine is killed after the first step."""
+    """Including when a rank of the engine is killed after the first step."""
     run = tmp_path / "run"
     engines = [start(rollouts(run)) for _ in range(2 if "resources.rollout.nodes=2" in words else 1)]
     trainers = [start(each) for each in torchruns(train_words(tmp_path, run, *words))]
@@ -283,7 +283,7 @@ def test_a_run_over_machines_is_that_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_machine_takes_the_place_of_one_that_is_lost(one_process: Path, tmp_path: Path, start: Start) -> None:
+def test_a_new_machine_replaces_a_lost_one(one_process: Path, tmp_path: Path, start: Start) -> None:
     run = tmp_path / "run"
     engine = start(rollouts(run))
     trainer = start(train_words(tmp_path, run, *apart("async", "collective"), shape=(1,)))
@@ -309,8 +309,8 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
     (engine if victim == "generates" else trainers[1]).lose()
     assert trainers[0].ended(ENDS_WITHIN) != 0
     if victim == "generates":
-        why = f"in place of a lost one: run plaudit rollouts {run} there, and --resume continues"
-        assert why in trainers[0].report
+        message = f"in place of a lost one: run plaudit rollouts {run} there, and --resume continues"
+        assert message in trainers[0].report
         assert trainers[1].ended(ENDS_WITHIN) != 0
         engine = start(rollouts(run))
     trainers = [start(each) for each in torchruns([*words, "--resume"])]
@@ -320,7 +320,7 @@ def test_a_lost_machine_ends_the_run_which_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_asked_to_leave_stays_until_the_trainer_has_saved(tmp_path: Path, start: Start) -> None:
+def test_a_machine_that_gets_sigterm_stays_until_the_trainer_has_saved(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "run"
     written(tmp_path / "recipe.toml", GRPO, **{**TEN, "steps": 100_000})
     engine = start(rollouts(run))

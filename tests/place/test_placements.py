@@ -1,4 +1,4 @@
-"""The same trajectory in every placement; what cannot be placed is refused with the calculation."""
+"""Every placement gives the same trajectory; impossible placements are rejected with the calculation."""
 
 import os
 import signal
@@ -39,19 +39,19 @@ def colocated(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHos
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_every_placement_gives_the_same_samples_losses_and_weights(
+def test_all_placements_give_the_same_samples_losses_and_weights(
     tmp_path: Path, colocated: Run, rollout_host: RolloutHost, name: str
 ) -> None:
-    found = train(tmp_path / "run", small(3, GRPO, **PLACEMENTS[name]), rollout_host)
-    assert_equal((tmp_path / "run", found), colocated)
-    assert not found.warnings
+    actual = train(tmp_path / "run", small(3, GRPO, **PLACEMENTS[name]), rollout_host)
+    assert_equal((tmp_path / "run", actual), colocated)
+    assert not actual.warnings
     if name.startswith("hybrid"):
         spans = [e["name"] for e in read_events(tmp_path / "run") if e["kind"] == "span"]
         assert spans.count("mode_switch") == 6, "into training and out of it, each step"
     else:
-        assert all(seen["publish/seconds"] > 0 for seen in found.seen)
+        assert all(seen["publish/seconds"] > 0 for seen in actual.seen)
     if name == "hybrid in two processes":
-        assert all(seen["publish/extra_bytes"] == 0 for seen in found.seen), "one set of weights for both processes"
+        assert all(seen["publish/extra_bytes"] == 0 for seen in actual.seen), "one set of weights for both processes"
 
 
 LORA: dict[str, Any] = {**GRPO, "model": {"lora": {"rank": 2}}, "train": {"lr": 2e-2}}
@@ -78,9 +78,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHost)
 def test_a_lora_run_publishes_its_adapter_alone(
     tmp_path: Path, adapted: Run, rollout_host: RolloutHost, name: str
 ) -> None:
-    """Same samples, losses and weights; the base travels to a worker once, and again to one in a lost one's place."""
+    """Same samples, losses and weights; base weights are sent to each worker once, also to a replacement."""
     base = load_policy("sums-policy").module
-    whole = Weights.of(base).nbytes
+    full_bytes = Weights.of(base).nbytes
     assert any(not torch.equal(weights(adapted[0])[name], tensor) for name, tensor in base.named_parameters())
     sizes: list[int] = []
 
@@ -92,11 +92,11 @@ def test_a_lora_run_publishes_its_adapter_alone(
 
     reshard = {"placement": {"name": "disaggregated", "channel": "reshard"}}
     tables = reshard if name == "disaggregated, reshard" else PLACEMENTS[name]
-    found = train(tmp_path / "run", small(3, LORA, **tables), rollout_host, look)
-    assert_equal((tmp_path / "run", found), adapted)
+    actual = train(tmp_path / "run", small(3, LORA, **tables), rollout_host, look)
+    assert_equal((tmp_path / "run", actual), adapted)
     assert {len(sizes), len(set(sizes))} == {3, 1}
-    assert sizes[0] * 4 < whole
-    assert [warning for warning in found.warnings if "restarted" in warning]
+    assert sizes[0] * 4 < full_bytes
+    assert [warning for warning in actual.warnings if "restarted" in warning]
 
 
 @pytest.mark.slow
@@ -104,12 +104,14 @@ def test_a_lora_run_publishes_its_adapter_alone(
 def test_ten_steps_in_every_placement(tmp_path: Path, rollout_host: RolloutHost, tables: dict[str, Any]) -> None:
     expected = train(tmp_path / "colocated", small(10, tables), rollout_host)
     for name, placed in PLACEMENTS.items():
-        found = train(tmp_path / name, small(10, tables, **placed), rollout_host)
-        assert_equal((tmp_path / name, found), (tmp_path / "colocated", expected))
+        actual = train(tmp_path / name, small(10, tables, **placed), rollout_host)
+        assert_equal((tmp_path / name, actual), (tmp_path / "colocated", expected))
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: Run, rollout_host: RolloutHost) -> None:
+def test_two_workers_split_the_prompts_and_keep_their_order(
+    tmp_path: Path, colocated: Run, rollout_host: RolloutHost
+) -> None:
     tree = small(2, GRPO, placement={"name": "disaggregated"}, resources={"rollout": {"processes": 2}})
     train(tmp_path / "run", tree, rollout_host)
     first, expected = samples(tmp_path / "run")[0], samples(colocated[0])[0]
@@ -129,12 +131,12 @@ def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: R
         ),
     ],
 )  # fmt: skip
-def test_a_placement_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+def test_invalid_placements_are_rejected(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(**tables)
 
 
-def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> None:
+def test_correction_is_on_for_stale_samples_unless_the_recipe_disables_it() -> None:
     stale = {"placement": {"name": "async"}}
     assert recipe(**stale).algorithm.correction.mode == "truncate"
     assert recipe(**stale, algorithm={"correction": {"mode": "none"}}).algorithm.correction.mode == "none"
@@ -142,15 +144,13 @@ def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> N
     assert recipe().algorithm.correction.mode == "none"
     capped = recipe(
         **stale, algorithm={"correction": {"cap": 3.0}}
-    ).algorithm.correction  # a key of it is no choice of the mode
+    ).algorithm.correction  # setting cap does not set the mode
     assert (capped.mode, capped.cap) == ("truncate", 3.0)
     with pytest.raises(ConfigError, match=r"cap = 3.0 has no effect with mode = \"none\""):
         recipe(algorithm={"correction": {"cap": 3.0}})
 
 
-def test_resources_that_are_not_there_are_refused_with_the_arithmetic(
-    tmp_path: Path, rollout_host: RolloutHost
-) -> None:
+def test_missing_resources_are_rejected_with_the_arithmetic(tmp_path: Path, rollout_host: RolloutHost) -> None:
     placed = {"placement": {"name": "disaggregated"}}
     with pytest.raises(ConfigError, match=r"resources\.rollout\.cores = \[4711\], and this process has the CPUs"):
         train(tmp_path / "a", small(1, GRPO, **placed, resources={"rollout": {"cores": (4711,)}}), rollout_host)
@@ -167,7 +167,7 @@ def test_resources_that_are_not_there_are_refused_with_the_arithmetic(
 
 
 @pytest.mark.slow
-def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, rollout_host: RolloutHost) -> None:
+def test_disaggregated_rollouts_over_two_training_ranks_match_one(tmp_path: Path, rollout_host: RolloutHost) -> None:
     train(tmp_path / "one", small(2, GRPO), rollout_host)
     placed = {"placement": {"name": "disaggregated"}, "resources": {"data_parallel": 2}}
     (tmp_path / "recipe.toml").write_text(to_toml(small(2, GRPO, **placed)))
@@ -184,22 +184,24 @@ def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, rollout_host: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["hybrid in two processes", "disaggregated, shared", "disaggregated, disk"])
-def test_rollouts_of_another_process_on_the_same_gpu(tmp_path: Path, rollout_host: RolloutHost, name: str) -> None:
+def test_rollouts_in_another_process_on_the_same_gpu_match(
+    tmp_path: Path, rollout_host: RolloutHost, name: str
+) -> None:
     device = {"model": {"device": "cuda:0"}, "engine": {"kv_bytes": 1 << 28}}
     placed = dict(PLACEMENTS[name])
     if name.startswith("disaggregated"):
         placed["resources"] = {"rollout": {"processes": 1, "devices": ("cuda:0",)}}
     expected = train(tmp_path / "colocated", small(3, GRPO, **device), rollout_host)
-    found = train(tmp_path / "run", small(3, GRPO, **device, **placed), rollout_host)
-    for here, there in zip(found.seen, expected.seen, strict=True):
+    actual = train(tmp_path / "run", small(3, GRPO, **device, **placed), rollout_host)
+    for here, there in zip(actual.seen, expected.seen, strict=True):
         assert here["mismatch/abs_max"] < 1e-3, "the engine has the learner's weights"
         assert here["reward/mean"] == pytest.approx(there["reward/mean"], abs=0.1)
-    assert not found.warnings
+    assert not actual.warnings
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
-def test_more_gpus_than_there_are_is_refused(tmp_path: Path, rollout_host: RolloutHost) -> None:
+def test_more_gpus_than_available_are_rejected(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(1, GRPO, model={"device": "cuda"}, placement={"name": "disaggregated"})
     with pytest.raises(ConfigError, match=r"1 GPU\(s\) to train and 1 to generate = 2, and there are 1"):
         train(tmp_path / "run", tree, rollout_host)

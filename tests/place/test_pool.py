@@ -1,4 +1,4 @@
-"""Several engines as one: how prompts are routed, and what happens to them when an engine fails or is stale."""
+"""A pool of engines: routing of prompts, and recovery when an engine fails or has stale weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core import tiny
 
 
 class CoreEngine:
-    """A core engine as a member of a pool, which can be made to fail. `asked` are the prompts of every call."""
+    """A core engine as a member of a pool, which can be made to fail. `asked` records the prompts of every call."""
 
     def __init__(self, name: str, version: int | None = 0) -> None:
         self.name = name
@@ -57,16 +57,16 @@ def tokens(samples: list[Sample]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(s.group, s.index, s.token_ids) for s in samples]
 
 
-def test_many_engines_give_the_samples_of_one_in_their_order() -> None:
+def test_many_engines_match_the_samples_and_order_of_one() -> None:
     prompts, params = asked(12)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     members = [CoreEngine("a"), CoreEngine("b"), CoreEngine("c")]
-    found = EnginePool(members).generate(prompts, params)
-    assert tokens(found) == tokens(alone)
+    actual = EnginePool(members).generate(prompts, params)
+    assert tokens(actual) == tokens(alone)
     assert [len(m.asked[0]) for m in members] == [4, 4, 4]  # equal work for each
 
 
-def test_a_prompt_goes_where_its_beginning_was_read_unless_others_have_much_less_to_do() -> None:
+def test_prompts_go_to_the_engine_with_their_prefix_unless_its_load_is_much_higher() -> None:
     members = [CoreEngine("a"), CoreEngine("b")]
     pool = EnginePool(members)
     first, second = [*range(3, 83)], [*range(85, 5, -1)]
@@ -78,28 +78,28 @@ def test_a_prompt_goes_where_its_beginning_was_read_unless_others_have_much_less
         pool.generate([[*first, 7]], one)
     assert [len(m.asked) for m in members] == [3, 3]
     assert all(prompt[:80] == second for call in members[1].asked for prompt in call)
-    # Forty prompts with one beginning: reading it again elsewhere costs less than that all wait for one engine.
+    # Forty prompts with one prefix: computing it again on the other engine costs less than queueing all on one.
     members[0].asked.clear()
     members[1].asked.clear()
     pool.generate([[*first, i] for i in range(40)], one * 40)
     assert members[1].asked
 
 
-def test_what_a_dead_engine_had_goes_to_the_others_and_nothing_is_there_twice() -> None:
+def test_requests_of_a_dead_engine_move_to_the_others_without_duplicates() -> None:
     prompts, params = asked(12)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     members = [CoreEngine("a"), CoreEngine("b"), CoreEngine("c")]
     members[1].dies = True
     pool = EnginePool(members)
-    found = pool.generate(prompts, params)
-    assert tokens(found) == tokens(alone)
-    assert max(Counter((s.group, s.index) for s in found).values()) == 1
+    actual = pool.generate(prompts, params)
+    assert tokens(actual) == tokens(alone)
+    assert max(Counter((s.group, s.index) for s in actual).values()) == 1
     pool.generate(prompts, params)
-    assert len(members[1].asked) == 1  # it is not asked again
+    assert len(members[1].asked) == 1  # it gets no further requests
     assert pool.look() == {"b": "b was killed"}
 
 
-def test_when_none_is_left_the_error_says_why_of_each() -> None:
+def test_when_no_engine_is_left_the_error_gives_the_reason_for_each() -> None:
     members = [CoreEngine("a"), CoreEngine("b", version=None)]
     members[0].dies = True
     pool = EnginePool(members)
@@ -108,7 +108,7 @@ def test_when_none_is_left_the_error_says_why_of_each() -> None:
         pool.generate(*asked(3))
 
 
-def test_a_restarted_engine_is_not_asked_before_it_has_weights() -> None:
+def test_a_restarted_engine_gets_no_requests_before_it_has_weights() -> None:
     members = [CoreEngine("a", 3), CoreEngine("b", 3)]
     pool = EnginePool(members)
     pool.new_version(3)
@@ -116,7 +116,7 @@ def test_a_restarted_engine_is_not_asked_before_it_has_weights() -> None:
     pool.generate(*asked(4))
     members[1].dies, members[1].version = False, None
     members[1].asked.clear()
-    assert pool.look() == {}  # it generates a token again, and is stale
+    assert pool.look() == {}  # it is healthy again, but its weights are stale
     pool.generate(*asked(4))
     assert not members[1].asked
     members[1].version = 3
@@ -129,44 +129,44 @@ def test_a_restarted_engine_is_not_asked_before_it_has_weights() -> None:
     assert not members[1].asked
 
 
-def test_engines_come_and_go_while_others_generate() -> None:
+def test_engines_can_be_added_and_removed_during_generation() -> None:
     prompts, params = asked(8)
     first, second = CoreEngine("a"), CoreEngine("b")
     first.gate = threading.Event()
     pool = EnginePool([first])
-    found: list[Sample] = []
-    call = threading.Thread(target=lambda: found.extend(pool.generate(prompts, params)))
+    samples: list[Sample] = []
+    call = threading.Thread(target=lambda: samples.extend(pool.generate(prompts, params)))
     call.start()
     assert first.begun.wait(20)
     pool.add(second)
     pool.remove("a")
-    assert not first.closed  # it has work
-    again = pool.generate(prompts, params)
+    assert not first.closed  # it has a request in flight
+    second_samples = pool.generate(prompts, params)
     assert len(second.asked) == 1
     first.gate.set()
     call.join(20)
     assert first.closed
-    assert tokens(found) == tokens(again)
+    assert tokens(samples) == tokens(second_samples)
     assert [m.engine.name for m in pool.members] == ["b"]
 
 
-def test_the_last_hope_is_asked_when_no_engine_is_left() -> None:
+def test_the_recovery_callback_is_called_when_no_engine_is_left() -> None:
     engine = CoreEngine("a")
     engine.dies = True
-    mended = []
+    recoveries = []
 
-    def mend() -> bool:
-        mended.append(1)
+    def recover() -> bool:
+        recoveries.append(1)
         engine.dies = False
         pool.regain("a")
         return True
 
-    pool = EnginePool([engine], mend)
+    pool = EnginePool([engine], recover)
     assert len(pool.generate(*asked(3))) == 6
-    assert mended == [1]
+    assert recoveries == [1]
 
 
-def test_a_request_that_no_engine_can_serve_is_the_askers_error() -> None:
+def test_an_invalid_request_raises_request_error_and_marks_no_engine_as_failed() -> None:
     pool = EnginePool([CoreEngine("a"), CoreEngine("b")])
     with pytest.raises(RequestError, match="outside the vocabulary"):
         pool.generate([[99999]], [SamplingParams()])

@@ -1,4 +1,4 @@
-"""Prompts prefilled by one pool and decoded by another, with KV through shared memory: the samples of one engine."""
+"""Prefill in one pool and decode in another, with KV through shared memory, match the samples of one engine."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def decode(name: str = "d") -> DecodeEngine:
     return DecodeEngine(name, Engine(tiny.model("llama")))
 
 
-def check_equal(found: list[Sample], expected: list[Sample]) -> None:
-    assert [(s.group, s.index, s.token_ids) for s in found] == [(s.group, s.index, s.token_ids) for s in expected]
-    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
-    for ours, theirs in zip(found, expected, strict=True):
+def check_equal(actual: list[Sample], expected: list[Sample]) -> None:
+    assert [(s.group, s.index, s.token_ids) for s in actual] == [(s.group, s.index, s.token_ids) for s in expected]
+    assert [s.finish_reason for s in actual] == [s.finish_reason for s in expected]
+    for ours, theirs in zip(actual, expected, strict=True):
         assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6, rtol=0)
 
 
@@ -54,47 +54,47 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_two_pools_give_the_samples_of_one_engine_and_leave_nothing_behind() -> None:
+def test_two_pools_match_the_samples_of_one_engine_and_leak_nothing() -> None:
     prompts, params = asked()
     alone = Engine(tiny.model("llama")).generate(prompts, params)
-    readers, writers = [prefill("p0"), prefill("p1")], [decode("d0"), decode("d1"), decode("d2")]
+    prefillers, decoders = [prefill("p0"), prefill("p1")], [decode("d0"), decode("d1"), decode("d2")]
     before = open_files()
-    found = PrefillDecode(EnginePool(readers), EnginePool(writers), piece=4).generate(prompts, params)
-    check_equal(found, alone)
-    assert not any(sample.extra for sample in found)
+    actual = PrefillDecode(EnginePool(prefillers), EnginePool(decoders), piece=4).generate(prompts, params)
+    check_equal(actual, alone)
+    assert not any(sample.extra for sample in actual)
     assert open_files() == before
-    assert not any(reader._parcels for reader in readers)
-    # Of the prompts the decode engines computed nothing: at most one token for each that was drawn.
-    drawn = sum(len(sample.token_ids) for sample in found)
-    assert sum(writer.engine.stats().tokens_computed for writer in writers) <= drawn
+    assert not any(prefiller._parcels for prefiller in prefillers)
+    # The decode engines computed no prompt tokens: at most one token for each generated token.
+    drawn = sum(len(sample.token_ids) for sample in actual)
+    assert sum(decoder.engine.stats().tokens_computed for decoder in decoders) <= drawn
 
 
-def test_two_pools_of_a_hybrid_hand_over_its_states() -> None:
+def test_two_pools_transfer_the_recurrent_states_of_a_hybrid_model() -> None:
     def engine() -> Engine:
         return Engine(model("lfm2"), state_every=16)
 
     prompts, params = asked(8)
     alone = engine().generate(prompts, params)
-    writers = [DecodeEngine("d0", engine()), DecodeEngine("d1", engine())]
-    found = PrefillDecode(EnginePool([PrefillEngine("p", engine())]), EnginePool(writers), piece=4).generate(
+    decoders = [DecodeEngine("d0", engine()), DecodeEngine("d1", engine())]
+    actual = PrefillDecode(EnginePool([PrefillEngine("p", engine())]), EnginePool(decoders), piece=4).generate(
         prompts, params
     )
-    check_equal(found, alone)
-    drawn = sum(len(sample.token_ids) for sample in found)
-    assert sum(writer.engine.stats().tokens_computed for writer in writers) <= drawn
+    check_equal(actual, alone)
+    drawn = sum(len(sample.token_ids) for sample in actual)
+    assert sum(decoder.engine.stats().tokens_computed for decoder in decoders) <= drawn
 
 
-def test_one_piece_on_one_engine_of_each_kind_is_equal_to_the_bit() -> None:
+def test_one_chunk_on_one_engine_of_each_kind_matches_bit_for_bit() -> None:
     prompts, _ = asked(6)
     params = [SamplingParams(max_tokens=10, seed=i) for i in range(6)]
     alone = Engine(tiny.model("llama")).generate(prompts, params)
-    found = PrefillDecode(EnginePool([prefill()]), EnginePool([decode()])).generate(prompts, params)
-    assert [(s.token_ids, s.logprobs, s.raw_logprobs) for s in found] == [
+    actual = PrefillDecode(EnginePool([prefill()]), EnginePool([decode()])).generate(prompts, params)
+    assert [(s.token_ids, s.logprobs, s.raw_logprobs) for s in actual] == [
         (s.token_ids, s.logprobs, s.raw_logprobs) for s in alone
     ]
 
 
-def test_a_prompt_with_room_for_one_token_is_done_by_the_first_engine() -> None:
+def test_a_prompt_with_space_for_one_token_is_finished_by_the_prefill_engine() -> None:
     prompt = [5] * (tiny.SIZES["max_position_embeddings"] - 1)
     params = [SamplingParams(max_tokens=10, seed=1)]
     alone = Engine(tiny.model("llama")).generate([prompt], params)
@@ -109,26 +109,26 @@ class Dying(DecodeEngine):
         raise EngineLost(f"{self.name} was killed")
 
 
-def test_where_a_decode_engine_dies_another_takes_the_same_kv() -> None:
+def test_another_decode_engine_reuses_the_kv_of_a_dead_one() -> None:
     prompts, params = asked(8)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     spare = decode("spare")
     dying = Dying("dying", Engine(tiny.model("llama")))
-    found = PrefillDecode(EnginePool([prefill()]), EnginePool([dying, spare])).generate(prompts, params)
-    check_equal(found, alone)
-    assert spare.engine.stats().tokens_computed <= sum(len(s.token_ids) for s in found)
+    actual = PrefillDecode(EnginePool([prefill()]), EnginePool([dying, spare])).generate(prompts, params)
+    check_equal(actual, alone)
+    assert spare.engine.stats().tokens_computed <= sum(len(s.token_ids) for s in actual)
 
 
-def test_kv_of_other_weights_is_not_taken() -> None:
+def test_kv_of_other_weights_is_not_used() -> None:
     prompts, _ = asked(4)
-    reader, writer = prefill(), decode()
-    torch.nn.init.normal_(next(writer.engine.decoder.module.parameters()), generator=torch.Generator().manual_seed(1))
-    writer.engine.new_version(1)
-    begun = reader.generate(prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(4)])
-    going_on = [[s] for s in begun if s.finish_reason == "length"]
-    long = [SamplingParams(max_tokens=6, seed=s[0].group) for s in going_on]
-    writer.generate([list(s[0].prompt_ids) for s in going_on], long, going_on)
-    assert writer.engine.stats().tokens_shared == 0
+    prefiller, decoder = prefill(), decode()
+    torch.nn.init.normal_(next(decoder.engine.decoder.module.parameters()), generator=torch.Generator().manual_seed(1))
+    decoder.engine.new_version(1)
+    begun = prefiller.generate(prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(4)])
+    unfinished = [[s] for s in begun if s.finish_reason == "length"]
+    long = [SamplingParams(max_tokens=6, seed=s[0].group) for s in unfinished]
+    decoder.generate([list(s[0].prompt_ids) for s in unfinished], long, unfinished)
+    assert decoder.engine.stats().tokens_shared == 0
 
 
 @pytest.mark.slow
@@ -163,28 +163,28 @@ print(json.dumps([engine.stats().tokens_shared, sample.token_ids, sample.logprob
     )
     parcel.close()
     assert done.returncode == 0, done.stderr[-2000:].decode()
-    taken, told = done.stdout.decode().splitlines()[-2:]
-    assert int(taken) == len(prompts[0])
-    shared, tokens, logprobs = json.loads(told)
+    imported, result = done.stdout.decode().splitlines()[-2:]
+    assert int(imported) == len(prompts[0])
+    shared, tokens, logprobs = json.loads(result)
     (alone,) = engine.generate(prompts, [SamplingParams(max_tokens=8, seed=0)])
     assert shared == len(prompts[0]) - 1  # its last token gives the first row
     assert tokens == list(alone.token_ids)
     assert np.allclose(logprobs, alone.logprobs, atol=5e-6)
 
 
-def test_a_parcel_is_the_kv_that_was_packed() -> None:
+def test_an_opened_parcel_equals_the_packed_kv() -> None:
     prompts, _ = asked(1)
     engine = Engine(tiny.model("gpt_oss"))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
-    given = engine.export_kv(prompts[0], "")
-    parcel = Parcel(given)
-    # As another process opens it, and as this one does.
-    abroad = {**parcel.message, "id": "another's"}
-    opened = OpenedParcel(msgspec.msgpack.decode(msgspec.msgpack.encode(abroad)))
+    handover = engine.export_kv(prompts[0], "")
+    parcel = Parcel(handover)
+    # Opened as another process opens it, and as this process does.
+    foreign_message = {**parcel.message, "id": "another's"}
+    opened = OpenedParcel(msgspec.msgpack.decode(msgspec.msgpack.encode(foreign_message)))
     assert OpenedParcel(parcel.message).handover.keys[0].data_ptr() != opened.handover.keys[0].data_ptr()
-    assert opened.handover.tokens == given.tokens
+    assert opened.handover.tokens == handover.tokens
     for mine, theirs in zip(
-        (*given.keys, *given.values), (*opened.handover.keys, *opened.handover.values), strict=True
+        (*handover.keys, *handover.values), (*opened.handover.keys, *opened.handover.values), strict=True
     ):
         assert torch.equal(mine, theirs)
     opened.close()
@@ -199,28 +199,28 @@ def split(processes: int, readers: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_process_that_reads_and_one_that_goes_on_has_the_same_samples(
+def test_a_run_with_a_prefill_and_a_decode_process_has_the_same_samples(
     tmp_path: Path, rollout_host: RolloutHost
 ) -> None:
     first = len(rollout_host.workers)
     tree = small(1, GRPO)
     train(tmp_path / "one", tree, rollout_host)
 
-    def killing(training: RlTraining, step: int) -> None:
+    def kill_prefiller(training: RlTraining, step: int) -> None:
         if step == 1:
-            os.kill(rollout_host.workers[first].pid, signal.SIGKILL)  # the reader
+            os.kill(rollout_host.workers[first].pid, signal.SIGKILL)  # the prefill process
 
-    viewer = train(tmp_path / "two", small(2, GRPO, **split(2, 1)), rollout_host, killing)
-    (expected,), found = samples(tmp_path / "one"), samples(tmp_path / "two")
-    assert [s.token_ids for s in found[0]] == [s.token_ids for s in expected]
-    for ours, theirs in zip(found[0], expected, strict=True):
+    viewer = train(tmp_path / "two", small(2, GRPO, **split(2, 1)), rollout_host, kill_prefiller)
+    (expected,), actual = samples(tmp_path / "one"), samples(tmp_path / "two")
+    assert [s.token_ids for s in actual[0]] == [s.token_ids for s in expected]
+    for ours, theirs in zip(actual[0], expected, strict=True):
         assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6)
         assert not {"kv"} & set(ours.extra)
-    assert len(found[1]) == len(expected)
+    assert len(actual[1]) == len(expected)
     assert any("restarted" in warning for warning in viewer.warnings)
 
 
-def test_roles_that_cannot_be_are_refused() -> None:
+def test_invalid_prefill_counts_and_placements_are_rejected() -> None:
     for tables in (split(2, 2), {**split(2, 1), "placement": {"name": "hybrid"}}):
         with pytest.raises(ConfigError, match="others must decode"):
             recipe(**tables)

@@ -1,4 +1,4 @@
-"""Runs on Ray: two raylets on this machine, one CPU each, so that every second process is on another node.
+"""Runs on Ray: two raylets on this machine with one CPU each, so that every second process runs on another node.
 
 Real actors, real signals. Ray is an extra: `make slow` installs it.
 """
@@ -70,26 +70,26 @@ def on_ray(directory: Path, tree: RlRecipe, while_it_runs: Callable[[], None] | 
 
 
 def numbers(directory: Path) -> dict[int, dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, float]] = {}
     for event in read_events(directory):
         if event["kind"] == "metric":
-            kept = {k: v for k, v in event["values"].items() if not k.startswith(OWN_AFFAIRS)}
-            found.setdefault(event["step"], {}).update(kept)
-    return found
+            values = {k: v for k, v in event["values"].items() if not k.startswith(OWN_AFFAIRS)}
+            by_step.setdefault(event["step"], {}).update(values)
+    return by_step
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    assert samples(found) == samples(expected)
-    assert numbers(found) == numbers(expected)
-    here, there = weights(found), weights(expected)
-    assert all(torch.equal(here[name], there[name]) for name in there)
+def assert_same(actual: Path, expected: Path) -> None:
+    assert samples(actual) == samples(expected)
+    assert numbers(actual) == numbers(expected)
+    actual_weights, expected_weights = weights(actual), weights(expected)
+    assert all(torch.equal(actual_weights[name], expected_weights[name]) for name in expected_weights)
 
 
-def wait_for(done: Callable[[], Any]) -> Any:
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        if found := done():
-            return found
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
         time.sleep(0.01)
     raise AssertionError("it did not come")
 
@@ -100,9 +100,11 @@ def actors(cluster: Any) -> list[psutil.Process]:
 
 
 def kill(name: str, under: list[int], number: int = signal.SIGKILL) -> None:
-    """The newest process of that title among the children of these."""
-    found = [child for pid in under for child in psutil.Process(pid).children(recursive=True) if _titled(child, name)]
-    os.kill(max(found, key=lambda process: process.create_time()).pid, number)
+    """Kills the newest process with that title among the descendants of the given processes."""
+    processes = [
+        child for pid in under for child in psutil.Process(pid).children(recursive=True) if _titled(child, name)
+    ]
+    os.kill(max(processes, key=lambda process: process.create_time()).pid, number)
 
 
 def _titled(process: psutil.Process, name: str) -> bool:
@@ -121,7 +123,7 @@ def saved(directory: Path, step: int) -> bool:
 
 
 @pytest.mark.slow
-def test_over_two_nodes_the_trajectory_is_the_same_also_when_a_rollout_actor_is_killed(
+def test_two_nodes_give_the_same_trajectory_also_when_a_rollout_actor_is_killed(
     tmp_path: Path, cluster: Any, straight: Path
 ) -> None:
     run = tmp_path / "run"
@@ -141,7 +143,7 @@ def test_over_two_nodes_the_trajectory_is_the_same_also_when_a_rollout_actor_is_
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
+def test_a_killed_rank_is_replaced_and_the_run_resumes_from_its_checkpoint(
     tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -153,14 +155,14 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
 
     assert on_ray(run, tree, strike) == 0
     assert prompts_of(run) == asked(tree, 40), "no prompt lost, none twice"
-    said = capfd.readouterr()
-    assert "has died" in said.err
-    assert "it resumes from step-" in said.err
-    assert "5 steps in" in said.out
+    output = capfd.readouterr()
+    assert "has died" in output.err
+    assert "it resumes from step-" in output.err
+    assert "5 steps in" in output.out
 
 
 @pytest.mark.slow
-def test_rewards_in_an_actor_are_the_same_also_when_it_is_killed(tmp_path: Path, cluster: Any, straight: Path) -> None:
+def test_rewards_in_an_actor_match_also_when_it_is_killed(tmp_path: Path, cluster: Any, straight: Path) -> None:
     run = tmp_path / "run"
     resources = {"ray": cluster.address, "reward": {"processes": 1}}
 
@@ -173,10 +175,10 @@ def test_rewards_in_an_actor_are_the_same_also_when_it_is_killed(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_stopped_actors_are_ended_and_the_run_goes_on(
+def test_stopped_actors_are_killed_and_the_run_continues(
     tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A reward actor, and later a rank; the driver of the attempt after it is stopped too."""
+    """A reward actor is stopped, later a rank, and then the driver of the next attempt."""
     run = tmp_path / "run"
     resources = {"ray": cluster.address, "reward": {"processes": 1}}
     tree = small(9, {**GRPO, **EVERY}, resources=resources)
@@ -192,19 +194,19 @@ def test_stopped_actors_are_ended_and_the_run_goes_on(
 
     assert on_ray(run, tree, strike) == 0
     assert prompts_of(run) == asked(tree, 72), "no prompt lost, none twice"
-    said = capfd.readouterr()
-    assert "plaudit: rank 0 (pid " in said.out
-    assert "was stopped (SIGSTOP) for 10 s and was ended" in said.out
-    assert "plaudit: the driver (pid " in said.err
-    assert said.err.count("it resumes from step-") == 2
-    wait_for(lambda: not actors(cluster))  # Ray ends them once it has heard that their driver is gone
+    output = capfd.readouterr()
+    assert "plaudit: rank 0 (pid " in output.out
+    assert "was stopped (SIGSTOP) for 10 s and was ended" in output.out
+    assert "plaudit: the driver (pid " in output.err
+    assert output.err.count("it resumes from step-") == 2
+    wait_for(lambda: not actors(cluster))  # Ray ends them once it notices that their driver has ended
 
 
 @pytest.mark.slow
 def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
     run = tmp_path / "run"
-    # Long enough that it cannot end before Ray's end has reached its rank.
+    # Long enough that the run cannot finish before its rank notices that Ray has ended.
     often = {"steps": 300, "eval_every": 300, "checkpoint": {"every": 20}}
     tree = small(300, {**GRPO, "train": often}, resources={"ray": "local"})
 
@@ -219,22 +221,24 @@ def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pyte
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_not_there_is_said_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_cluster_is_reported_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        where = f"127.0.0.1:{server.getsockname()[1]}"
-    assert on_ray(tmp_path / "run", small(1, GRPO, resources={"ray": where})) == 2
-    assert f'resources.ray = "{where}": no Ray there' in capfd.readouterr().err
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert on_ray(tmp_path / "run", small(1, GRPO, resources={"ray": address})) == 2
+    assert f'resources.ray = "{address}": no Ray there' in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_more_than_the_cluster_has_is_refused(tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_requesting_more_cpus_than_the_cluster_has_is_rejected(
+    tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     tree = small(1, GRPO, placement={"name": "disaggregated"}, resources={"ray": cluster.address, "data_parallel": 2})
     assert on_ray(tmp_path / "run", tree) == 2
     assert "2 ranks × 1 + 1 rollout × 1 = 3 CPUs, and the Ray cluster has 2" in capfd.readouterr().err
 
 
-def test_the_arithmetic_names_every_pool() -> None:
+def test_the_resource_arithmetic_lists_every_pool() -> None:
     tree = small(
         1, {**GRPO, "train": {"threads": 2}}, placement={"name": "async"},
         resources={"ray": "auto", "rollout": {"processes": 3}, "reward": {"processes": 2, "gpus": 0.5}},
@@ -246,14 +250,14 @@ def test_the_arithmetic_names_every_pool() -> None:
     check(pools(tree, gpus=False), {"CPU": 10.0, "GPU": 1.0})
 
 
-def test_a_run_that_is_lost_again_and_again_has_a_last_word(
+def test_a_run_that_is_lost_four_times_without_progress_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_launch, "COMMAND", ("-c", "import sys; print(sys.argv[2:]); sys.exit(75)"))
     assert launch_on_ray(small(1, GRPO, resources={"ray": "local"}), ["train", "--fresh"], tmp_path) == 1
-    said = capfd.readouterr()
-    assert said.out.splitlines() == ["['train', '--fresh']"] + ["['train', '--resume']"] * 3
-    assert "lost 4 times in a row without a new checkpoint" in said.err
+    output = capfd.readouterr()
+    assert output.out.splitlines() == ["['train', '--fresh']"] + ["['train', '--resume']"] * 3
+    assert "lost 4 times in a row without a new checkpoint" in output.err
 
 
 @pytest.mark.parametrize(
@@ -267,6 +271,6 @@ def test_a_run_that_is_lost_again_and_again_has_a_last_word(
         ),
     ],
 )
-def test_what_cannot_be_on_ray_is_refused(tables: dict[str, Any], message: str) -> None:
+def test_configurations_unsupported_on_ray_are_rejected(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(1, GRPO, **tables)

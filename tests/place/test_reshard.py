@@ -20,10 +20,10 @@ from tests.train.test_ranks import STAGES, TWO, Shape, command, fork_ranks, rank
 RESHARD = {"placement": {"name": "disaggregated", "channel": "reshard"}}
 
 
-def has(training: Training, engine: int, seed: int) -> list[Any]:
-    """Of every rank of an engine: its version, and which of its tensors are not those of the seed."""
-    found = training.ask(engine=engine, ask={"look": seed})["found"]
-    return [(each["version"], each["wrong"]) for each in found]
+def versions_and_mismatches(training: Training, engine: int, seed: int) -> list[Any]:
+    """For every rank of an engine: its version, and the tensors that differ from the model of the seed."""
+    replies = training.ask(engine=engine, ask={"look": seed})["found"]
+    return [(each["version"], each["wrong"]) for each in replies]
 
 
 @pytest.mark.parametrize(
@@ -36,63 +36,63 @@ def has(training: Training, engine: int, seed: int) -> list[Any]:
     ],
 )
 @pytest.mark.slow
-def test_every_rank_of_an_engine_gets_its_part_bit_for_bit(shape: tuple[int, int], tensor: int, stages: int) -> None:
+def test_every_engine_rank_receives_its_part_bit_for_bit(shape: tuple[int, int], tensor: int, stages: int) -> None:
     with running(shape, tensor, stages) as (training, _):
         for version in (1, 2):
-            done = training.ask(version=version, seed=version, engines=[0])
-            assert "error" not in done, done
-            assert has(training, 0, version) == [(version, [])] * tensor * stages
+            reply = training.ask(version=version, seed=version, engines=[0])
+            assert "error" not in reply, reply
+            assert versions_and_mismatches(training, 0, version) == [(version, [])] * tensor * stages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_engine_that_dies_in_mid_update_is_named_and_another_takes_its_place(victim: int) -> None:
-    """The engine that lives has nothing half written that it would serve: no version until it has the whole."""
+def test_an_engine_that_dies_during_an_update_is_named_and_replaced(victim: int) -> None:
+    """The surviving engine serves no partial update: it has no version until the update is complete."""
     with running((2, 2), 2, engines=3) as (training, engines):
         assert "error" not in training.ask(version=1, seed=1, engines=[0, 1])
         training.ask(engine=0, rank=victim, ask_one={"die": int(signal.SIGKILL)})
-        done = training.ask(version=2, seed=2, engines=[0, 1])
-        assert done["kind"] == "ReceiverLost", done
-        assert "engine 0" in done["error"]
-        assert "engine 1" not in done["error"]
+        reply = training.ask(version=2, seed=2, engines=[0, 1])
+        assert reply["kind"] == "ReceiverLost", reply
+        assert "engine 0" in reply["error"]
+        assert "engine 1" not in reply["error"]
         assert engines[0].processes[victim].wait() == -signal.SIGKILL
-        for version, wrong in has(training, 1, 2):
+        for version, wrong in versions_and_mismatches(training, 1, 2):
             assert (version, wrong) in ((None, wrong), (2, []))
         assert "error" not in training.ask(version=2, seed=2, engines=[1, 2])
-        assert has(training, 1, 2) == has(training, 2, 2) == [(2, [])] * 2
+        assert versions_and_mismatches(training, 1, 2) == versions_and_mismatches(training, 2, 2) == [(2, [])] * 2
 
 
 @pytest.mark.slow
-def test_damage_on_the_way_is_noticed() -> None:
+def test_corruption_in_transit_is_detected() -> None:
     with running((2, 1), 2) as (training, _):
         assert "error" not in training.ask(version=1, seed=1, engines=[0])
         training.ask(engine=0, rank=1, ask_one={"damage": True})
-        done = training.ask(version=2, seed=2, engines=[0])
-        assert done["kind"] == "WeightsRefused"
-        assert "damaged on the way" in done["error"]
+        reply = training.ask(version=2, seed=2, engines=[0])
+        assert reply["kind"] == "WeightsRefused"
+        assert "damaged on the way" in reply["error"]
         assert "error" not in training.ask(version=2, seed=2, engines=[0])
-        assert has(training, 0, 2) == [(2, [])] * 2
+        assert versions_and_mismatches(training, 0, 2) == [(2, [])] * 2
 
 
 @pytest.mark.slow
-def test_four_ranks_train_an_engine_of_two_to_the_losses_of_one(tmp_path: Path, rollout_host: RolloutHost) -> None:
+def test_four_training_ranks_with_an_engine_of_two_match_one_rank(tmp_path: Path, rollout_host: RolloutHost) -> None:
     train(tmp_path / "one", small(4, GRPO), rollout_host)
     file, run = written(tmp_path, 4, GRPO, **RESHARD, resources={"rollout": {"tensor_parallel": 2}}), tmp_path / "four"
     fork_ranks(4, command(file, run, (2, 1, 2))[3:], tmp_path)
     assert_same(run, tmp_path / "one")
-    for here in steps(run):
-        assert "publish/gather_seconds" not in here, "nothing is put together"
-        assert here["publish/bytes"] > 0
+    for metrics in steps(run):
+        assert "publish/gather_seconds" not in metrics, "nothing is put together"
+        assert metrics["publish/bytes"] > 0
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    """The samples; losses and weights as far as sums in another order can be."""
-    tokens = [[sample.token_ids for sample in batch] for batch in samples(found)]
+def assert_same(actual: Path, expected: Path) -> None:
+    """The same samples; losses and weights equal up to the order of summation."""
+    tokens = [[sample.token_ids for sample in batch] for batch in samples(actual)]
     assert tokens == [[sample.token_ids for sample in batch] for batch in samples(expected)]
-    for here, there in zip(steps(found), steps(expected), strict=True):
+    for here, there in zip(steps(actual), steps(expected), strict=True):
         assert here["policy/loss"] == pytest.approx(there["policy/loss"], abs=1e-5)
     for name, tensor in weights(expected).items():
-        assert torch.allclose(weights(found)[name], tensor, atol=2e-5), name
+        assert torch.allclose(weights(actual)[name], tensor, atol=2e-5), name
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def assert_same(found: Path, expected: Path) -> None:
         ("reshard", (1, 1, 2, 2)),
     ],
 )  # fmt: skip
-def test_ranks_that_share_a_vocabulary_rows_or_layers_send_an_engine_the_weights_of_one(
+def test_weights_published_from_split_ranks_match_those_of_one_rank(
     tmp_path: Path, rollout_host: RolloutHost, channel: str, shape: Shape
 ) -> None:
     train(tmp_path / "one", small(3, GRPO), rollout_host)
@@ -115,16 +115,16 @@ def test_ranks_that_share_a_vocabulary_rows_or_layers_send_an_engine_the_weights
 
 
 @pytest.mark.slow
-def test_all_ranks_send_to_an_engine_in_a_lost_ones_place(tmp_path: Path) -> None:
-    """While the main rank waits for samples, the others wait for it, and carry out what it needs."""
+def test_all_ranks_send_weights_to_a_replacement_engine(tmp_path: Path) -> None:
+    """While the main rank waits for samples, the other ranks wait for its orders and execute them."""
     placed = {"placement": {"name": "async", "staleness": 2, "channel": "reshard"}}
     file, run = written(tmp_path, 100_000, GRPO, **placed), tmp_path / "run"
     child = started(file, run)
     worker_of(ranks_of(child.pid)[0]).kill()
     until(lambda: steps(run)[-1]["rollout/restarts"] == 1, child)
     child.terminate()
-    _, said = child.communicate(timeout=60)
-    assert "stopped by SIGTERM at step " in said
+    _, stderr = child.communicate(timeout=60)
+    assert "stopped by SIGTERM at step " in stderr
     done = len(steps(run))
     fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={done + 2}")[3:], tmp_path)
     assert prompts_of(run) == asked(small(6, GRPO), 8 * (done + 2)), "no prompt lost, none twice"
@@ -139,6 +139,6 @@ def test_all_ranks_send_to_an_engine_in_a_lost_ones_place(tmp_path: Path) -> Non
         ({**RESHARD, "engine": {"name": "vllm", "url": "http://localhost:1"}}, '"vllm" cannot receive'),
     ],
 )  # fmt: skip
-def test_what_cannot_be_resharded_is_refused(tables: dict[str, Any], said: str) -> None:
+def test_configurations_unsupported_by_reshard_are_rejected(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(**tables)

@@ -32,7 +32,7 @@ DISAGGREGATED = {"placement": {"name": "disaggregated"}}
 
 
 def hit(number: int, when: int, rollout_host: RolloutHost):  # type: ignore[no-untyped-def]
-    """Send the signal to the newest worker while it generates for the step after `when`."""
+    """Sends the signal to the newest worker while it generates for the step after `when`."""
 
     def at(training: RlTraining, step: int) -> None:
         if step != when:
@@ -52,27 +52,27 @@ def hit(number: int, when: int, rollout_host: RolloutHost):  # type: ignore[no-u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_same(
+def test_a_killed_or_stopped_worker_is_replaced_and_the_samples_are_the_same(
     tmp_path: Path, rollout_host: RolloutHost, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     assert remote_engine.SILENCE_SECONDS <= 30
     monkeypatch.setattr(remote_engine, "SILENCE_SECONDS", 6.0)
     expected = train(tmp_path / "colocated", small(3, GRPO), rollout_host)
     tree = small(3, GRPO, **DISAGGREGATED)
-    found = train(tmp_path / "run", tree, rollout_host, hit(number, 1, rollout_host))
-    assert_equal((tmp_path / "run", found), (tmp_path / "colocated", expected))
-    assert found.seen[-1]["rollout/restarts"] == 1
-    (warning,) = found.warnings
-    said = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 6 s"
-    assert said in warning
+    actual = train(tmp_path / "run", tree, rollout_host, hit(number, 1, rollout_host))
+    assert_equal((tmp_path / "run", actual), (tmp_path / "colocated", expected))
+    assert actual.seen[-1]["rollout/restarts"] == 1
+    (warning,) = actual.warnings
+    reason = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 6 s"
+    assert reason in warning
     assert "it is restarted" in warning
 
 
 @pytest.mark.slow
-def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, rollout_host: RolloutHost) -> None:
+def test_a_worker_killed_during_async_training_loses_no_prompt(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(6, GRPO, placement={"name": "async", "staleness": 2})
-    found = train(tmp_path / "run", tree, rollout_host, hit(signal.SIGKILL, 2, rollout_host))
-    assert found.seen[-1]["rollout/restarts"] == 1
+    viewer = train(tmp_path / "run", tree, rollout_host, hit(signal.SIGKILL, 2, rollout_host))
+    assert viewer.seen[-1]["rollout/restarts"] == 1
     assert prompts_of(tmp_path / "run") == asked(tree, 48), "no prompt lost, none twice"
     assert all(
         len({s.index for s in step if s.group == g}) == 4 for step in samples(tmp_path / "run") for g in range(8)
@@ -93,7 +93,7 @@ PROMPTS = [[1, 5, 6], [1, 7], [1, 5, 6, 9, 4]]
 PARAMS = [SamplingParams(n=3, max_tokens=20, seed=seed) for seed in range(3)]
 
 
-def test_a_remote_engine_is_an_engine(rollout_host: RolloutHost) -> None:
+def test_a_remote_engine_behaves_like_a_local_engine(rollout_host: RolloutHost) -> None:
     engine, fleet, module = remote(rollout_host)
     try:
         engine.start()
@@ -120,7 +120,7 @@ def test_a_remote_engine_is_an_engine(rollout_host: RolloutHost) -> None:
         engine.tell({})
 
 
-def test_weights_that_come_in_flight_cost_no_token(rollout_host: RolloutHost) -> None:
+def test_in_flight_weight_updates_lose_no_tokens(rollout_host: RolloutHost) -> None:
     engine, fleet, module = remote(rollout_host, "continue")
     try:
         fleet.publish(1)
@@ -132,15 +132,15 @@ def test_weights_that_come_in_flight_cost_no_token(rollout_host: RolloutHost) ->
             with torch.no_grad():
                 next(module.parameters()).mul_(1.001)
             fleet.publish(version)
-        found = call.result()
-        assert [len(sample.token_ids) for sample in found] == [150] * 8
-        assert all(list(sample.versions) == sorted(sample.versions) for sample in found)
-        assert all(len(set(sample.versions)) > 1 for sample in found), "the weights changed while they were written"
+        generated = call.result()
+        assert [len(sample.token_ids) for sample in generated] == [150] * 8
+        assert all(list(sample.versions) == sorted(sample.versions) for sample in generated)
+        assert all(len(set(sample.versions)) > 1 for sample in generated), "the weights changed while they were written"
     finally:
         fleet.close()
 
 
-def test_a_worker_that_keeps_dying_is_given_up(rollout_host: RolloutHost) -> None:
+def test_a_worker_that_dies_three_times_in_a_row_is_not_restarted(rollout_host: RolloutHost) -> None:
     engine, fleet, _ = remote(rollout_host)
     try:
         for _ in range(remote_engine.MOST_DEATHS):
@@ -154,7 +154,7 @@ def test_a_worker_that_keeps_dying_is_given_up(rollout_host: RolloutHost) -> Non
         fleet.close()
 
 
-def test_a_worker_that_dies_while_it_loads_is_started_again(rollout_host: RolloutHost) -> None:
+def test_a_worker_that_dies_while_loading_is_restarted(rollout_host: RolloutHost) -> None:
     def host() -> OwnProcess:
         worker = rollout_host.start()
         if engine.restarts == 0:
@@ -171,7 +171,7 @@ def test_a_worker_that_dies_while_it_loads_is_started_again(rollout_host: Rollou
         fleet.close()
 
 
-def test_a_model_that_cannot_be_loaded_is_said(rollout_host: RolloutHost) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(rollout_host: RolloutHost) -> None:
     tree = recipe(model={"path": "nowhere"}).model_dump(mode="json", exclude_none=True)
     engine = RemoteEngine("rollout 0", frames.Start(tree, ["cpu"], 1, [], "recompute"), rollout_host.start)
     with pytest.raises(EngineLost, match=r"rollout 0 failed: .*nowhere"):
@@ -196,15 +196,15 @@ def test_a_killed_trainer_resumes_and_its_workers_end_with_it(
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (run / "checkpoints" / "step-000004").exists():
         time.sleep(0.002)
-    below = psutil.Process(child.pid).children(recursive=True)
+    descendants = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait(30)
-    (worker,) = (each.pid for each in below if each.name() == "plaudit-worker")
+    (worker,) = (each.pid for each in descendants if each.name() == "plaudit-worker")
     assert not (run / "summary.json").exists(), "the run ended before it could be killed"
     while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists(), "the worker outlived its trainer"
     train(run, tree, rollout_host, resume=True)
     assert samples(run) == samples(tmp_path / "straight")
-    found, expected = weights(run), weights(tmp_path / "straight")
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    actual, expected = weights(run), weights(tmp_path / "straight")
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)

@@ -1,4 +1,4 @@
-"""Runs of a mixture whose learner replays the engine's experts: one trajectory wherever the engine is."""
+"""Runs of a mixture whose learner replays the engine's routing: the same trajectory in every placement."""
 
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,21 @@ def run_of(path: Path, **tables: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_every_placement_replays_alike(tmp_path: Path, policy_path: Path, rollout_host: RolloutHost) -> None:
-    straight = tmp_path / "straight", train(tmp_path / "straight", run_of(policy_path), rollout_host)
-    seen = straight[1].seen
-    assert all(0 < step["mismatch/routing"] < 1 for step in seen), "the second minibatch has other routers"
-    assert all(step["mismatch/abs_max"] < 1e-3 for step in seen)
+def test_routing_replay_is_the_same_in_every_placement(
+    tmp_path: Path, policy_path: Path, rollout_host: RolloutHost
+) -> None:
+    colocated = tmp_path / "straight", train(tmp_path / "straight", run_of(policy_path), rollout_host)
+    metrics = colocated[1].seen
+    assert all(0 < step["mismatch/routing"] < 1 for step in metrics), "the second minibatch has other routers"
+    assert all(step["mismatch/abs_max"] < 1e-3 for step in metrics)
     for name in ("disaggregated", "async", "hybrid", "swapped"):
         placement = {"name": name, **({"staleness": 0} if name == "async" else {})}
-        found = train(tmp_path / name, run_of(policy_path, placement=placement), rollout_host)
-        assert_equal((tmp_path / name, found), straight)
+        actual = train(tmp_path / name, run_of(policy_path, placement=placement), rollout_host)
+        assert_equal((tmp_path / name, actual), colocated)
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_ranks_records_what_one_records(
+def test_an_engine_of_two_ranks_records_the_same_experts_as_one(
     tmp_path: Path, policy_path: Path, rollout_host: RolloutHost
 ) -> None:
     """Each has half of the experts; losses differ by the rounding of their sums."""
@@ -61,25 +63,25 @@ def test_an_engine_of_two_ranks_records_what_one_records(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_a_straight_one_and_is_made_again_to_the_bit(tmp_path: Path, policy_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_weights_and_verifies_bit_for_bit(tmp_path: Path, policy_path: Path) -> None:
     file, straight, killed = tmp_path / "recipe.toml", tmp_path / "straight", tmp_path / "killed"
     file.write_text(to_toml(run_of(policy_path, train={"checkpoint": {"every": 1}})))
     done = plaudit_here("train", str(file), "--out", str(straight))
     assert done.returncode == 0, done.stderr
-    struck = ["-m", "tests.train.struck", str(file), str(killed), "update", "5", "SIGKILL"]  # in the third step
-    assert ForkedCommand(struck, tmp_path / "output").wait(200) == -9
+    killed_command = ["-m", "tests.train.struck", str(file), str(killed), "update", "5", "SIGKILL"]  # in the third step
+    assert ForkedCommand(killed_command, tmp_path / "output").wait(200) == -9
     done = plaudit_here("train", str(file), "--out", str(killed), "--resume")
     assert done.returncode == 0, done.stderr
     assert samples(killed) == samples(straight)
-    expected, found = weights(straight), weights(killed)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = weights(straight), weights(killed)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     done = plaudit_here("verify", str(straight))
     assert done.returncode == 0, done.stdout
     assert "equal to the bit: step 3" in done.stdout
 
 
 @pytest.mark.slow
-def test_without_the_key_nothing_is_recorded_and_other_weights_come_of_it(
+def test_without_routing_replay_no_experts_are_recorded_and_training_differs(
     tmp_path: Path, policy_path: Path, rollout_host: RolloutHost
 ) -> None:
     plain = train(tmp_path / "plain", run_of(policy_path, train={"routing_replay": False}), rollout_host)

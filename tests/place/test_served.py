@@ -1,4 +1,4 @@
-"""Training on engines of another project: runs on recorded SGLang servers, probes, kills, invalid recipes."""
+"""Training on third-party engines: runs on a fake SGLang server, probes, killed servers, invalid recipes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def train(directory: Path, viewer: Silent, **tables: Any) -> None:
-    found = recipe(
+    tree = recipe(
         **{"placement": {"name": "disaggregated"}, "train": {"steps": 3}, "algorithm": {"name": "grpo"}, **tables}
     )
-    with Run(directory, found) as run:
-        RlTraining(found, run, viewer).fit()
+    with Run(directory, tree) as run:
+        RlTraining(tree, run, viewer).fit()
 
 
 def engine(*urls: str, **keys: Any) -> dict[str, Any]:
@@ -47,27 +47,27 @@ def engine(*urls: str, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_reports_how_far_its_engine_is_from_the_learner(url: str, tmp_path: Path) -> None:
+def test_a_run_reports_the_mismatch_between_engine_and_learner(url: str, tmp_path: Path) -> None:
     viewer = Silent()
     train(tmp_path / "run", viewer, engine=engine(url, probe=1e-3))
     assert len(viewer.seen) == 3
-    for seen in viewer.seen:
-        assert seen["mismatch/abs_max"] < 1e-4
-        assert seen["probe/abs_max"] < 1e-4
-        assert seen["probe/follows"] == pytest.approx(1, abs=0.05)
-        assert seen["publish/bytes"] > 0
+    for metrics in viewer.seen:
+        assert metrics["mismatch/abs_max"] < 1e-4
+        assert metrics["probe/abs_max"] < 1e-4
+        assert metrics["probe/follows"] == pytest.approx(1, abs=0.05)
+        assert metrics["publish/bytes"] > 0
     assert not viewer.warnings
 
 
 @pytest.mark.slow
-def test_a_run_whose_engines_are_not_updated_ends(url: str, tmp_path: Path) -> None:
+def test_a_run_whose_engines_are_not_updated_fails(url: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="sent version 1 and its log-probs have moved by"):
         train(tmp_path / "run", Silent(), engine=engine(url, update=False))
 
 
 @pytest.mark.slow
-def test_a_run_on_an_engine_that_stays_stale_ends_too(url: str, tmp_path: Path) -> None:
-    """Nothing is learned from equal rewards, so that the probe cannot tell; but the server knows its version."""
+def test_a_run_on_an_engine_that_stays_stale_fails_without_a_gradient(url: str, tmp_path: Path) -> None:
+    """Equal rewards give no gradient, so that the probe detects nothing; the server's version does."""
     with pytest.raises(RunError, match="restarted 3 times without any sample"):
         train(
             tmp_path / "run", Silent(), engine=engine(url, update=False), reward={"rule": "exact", "answer": "(never)"}
@@ -75,7 +75,7 @@ def test_a_run_on_an_engine_that_stays_stale_ends_too(url: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_costs_nothing_and_comes_back_stale(
+def test_a_killed_server_loses_nothing_and_is_stale_when_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_engine, "AWAY", 1.0)
@@ -104,12 +104,14 @@ def test_a_server_that_is_killed_costs_nothing_and_comes_back_stale(
             if viewer.again is not None:
                 viewer.again.close()
     assert len(viewer.seen) == 6
-    assert all(seen["mismatch/abs_max"] < 1e-4 for seen in viewer.seen)  # never from the restarted one's first weights
+    assert all(
+        seen["mismatch/abs_max"] < 1e-4 for seen in viewer.seen
+    )  # no sample is from the restarted server's initial weights
     assert any("answers again" in warning for warning in viewer.warnings)
 
 
 @pytest.mark.slow
-def test_generation_goes_on_while_it_trains(url: str, tmp_path: Path) -> None:
+def test_async_training_works_with_a_server(url: str, tmp_path: Path) -> None:
     viewer = Silent()
     placement = {"name": "async", "staleness": 1}
     train(tmp_path / "run", viewer, engine=engine(url), placement=placement, train={"steps": 6})
@@ -141,11 +143,11 @@ def test_generation_goes_on_while_it_trains(url: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+def test_invalid_engine_settings_are_rejected(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(**tables)
 
 
-def test_heads_that_would_kill_vllm_are_refused_before_it_is_started(tmp_path: Path) -> None:
+def test_head_sizes_unsupported_by_vllm_are_rejected_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"attention heads of \[20\], and vLLM on a CPU supports 32"):
         train(tmp_path / "run", Silent(), engine={"name": "vllm", "python": "python"})

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API, as recorded, in front of a core engine: samples, weights by disk, probes, faults."""
+"""SGLang's HTTP API, as recorded, with a core engine behind it: samples, weights via disk, probes, faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def eos() -> int:
 
 
 def other(seed: int = 1) -> Any:
-    """The policy, moved a little."""
+    """The policy with slightly perturbed weights."""
     loaded = load_any(MODEL)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -75,39 +75,43 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text) for text in ("3+4+5=", "9+1=", "2+2+2+2=")]
 
 
-def test_it_gives_nothing_before_weights_have_come_and_then_the_core_s_own_samples(
+def test_generation_needs_published_weights_and_then_matches_the_core_engine(
     engine: SglangEngine, tmp_path: Path
 ) -> None:
-    asked = prompts()
+    prompt_ids = prompts()
     params = [SamplingParams(n=2, temperature=0.7, max_tokens=12, seed=7 + 10 * i) for i in range(3)]
     with pytest.raises(StaleWeights, match="no weights yet"):
-        engine.generate(asked, params)
+        engine.generate(prompt_ids, params)
     new = other()
     publish(engine, DiskChannel(tmp_path / "weights"), new.module, 4)
     core = Engine(new.module, new.tokenizer)
-    found = engine.generate(asked, params)
-    assert [(s.group, s.index, s.versions[0]) for s in found] == [(g, i, 4) for g in range(3) for i in range(2)]
-    for sample in found:
-        # A request for n samples is n requests here, each with a seed of its own.
+    samples = engine.generate(prompt_ids, params)
+    assert [(s.group, s.index, s.versions[0]) for s in samples] == [(g, i, 4) for g in range(3) for i in range(2)]
+    for sample in samples:
+        # A request for n samples is sent as n requests, each with its own seed.
         seed = 7 + 10 * sample.group + sample.index
-        alone = core.generate([asked[sample.group]], [SamplingParams(temperature=0.7, max_tokens=12, seed=seed)])[0]
+        alone = core.generate([prompt_ids[sample.group]], [SamplingParams(temperature=0.7, max_tokens=12, seed=seed)])[
+            0
+        ]
         assert sample.token_ids == alone.token_ids
         assert sample.text == alone.text
         assert sample.finish_reason == alone.finish_reason
         assert np.allclose(sample.logprobs, alone.logprobs, atol=1e-5)
-        assert np.isnan(sample.raw_logprobs).all()  # nobody told us
-    greedy = engine.generate(asked, [SamplingParams(temperature=0, max_tokens=12)] * 3)
-    for sample, alone in zip(greedy, core.generate(asked, SamplingParams(temperature=0, max_tokens=12)), strict=True):
+        assert np.isnan(sample.raw_logprobs).all()  # the API does not return them
+    greedy = engine.generate(prompt_ids, [SamplingParams(temperature=0, max_tokens=12)] * 3)
+    for sample, alone in zip(
+        greedy, core.generate(prompt_ids, SamplingParams(temperature=0, max_tokens=12)), strict=True
+    ):
         assert sample.token_ids == alone.token_ids
         assert sample.logprobs == alone.logprobs
         assert np.allclose(sample.raw_logprobs, alone.raw_logprobs, atol=1e-5)
     engine.sleep()
     engine.wake()
-    assert engine.generate(asked, params)[0].token_ids == found[0].token_ids
+    assert engine.generate(prompt_ids, params)[0].token_ids == samples[0].token_ids
     assert engine.healthy()
 
 
-def test_what_its_log_probs_could_not_describe_is_refused(engine: SglangEngine) -> None:
+def test_unsupported_sampling_tokens_and_channels_are_rejected(engine: SglangEngine) -> None:
     engine.new_version(engine.state().version)
     with pytest.raises(RequestError, match=r"top_p = 0.9.*before|before top_p = 0.9"):
         engine.generate(prompts()[:1], [SamplingParams(top_p=0.9)])
@@ -133,14 +137,14 @@ def test_the_probe_passes_after_an_update(engine: SglangEngine, tmp_path: Path) 
     for version in range(10, 13):
         new = other(version)
         publish(engine, channel, new.module, version)
-        found = probe.check(engine, trainer(new), version)
-        assert found["probe/abs_max"] < 1e-4
-    assert found["probe/follows"] == pytest.approx(1, abs=1e-3)
+        metrics = probe.check(engine, trainer(new), version)
+        assert metrics["probe/abs_max"] < 1e-4
+    assert metrics["probe/follows"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("fault", ["ignore-updates", pytest.param("old-kv", marks=pytest.mark.slow)])
-def test_the_probe_fails_where_new_weights_are_not_used(fault: str, tmp_path: Path) -> None:
-    """Also where they differ by less than the tolerance."""
+def test_the_probe_fails_when_new_weights_are_not_used(fault: str, tmp_path: Path) -> None:
+    """Even if they differ by less than the tolerance."""
     probe = Probe(probe_contexts(prompts(), 128), 10.0)
     with started(tmp_path / "log", fault) as engine:
         channel = DiskChannel(tmp_path / "weights")
@@ -148,7 +152,7 @@ def test_the_probe_fails_where_new_weights_are_not_used(fault: str, tmp_path: Pa
         probe.check(engine, trainer(load_any(MODEL)), 0)
         new = other()
         publish(engine, channel, new.module, 1)
-        assert engine.state().version == 1  # it says so
+        assert engine.state().version == 1  # the server claims the new version
         with pytest.raises(ProbeFailed, match="sent version 1"):
             probe.check(engine, trainer(new), 1)
         strict = Probe(probe_contexts(prompts(), 128), 1e-3)
@@ -157,35 +161,35 @@ def test_the_probe_fails_where_new_weights_are_not_used(fault: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_restarted_server_is_stale_and_a_dead_one_is_lost(tmp_path: Path) -> None:
-    asked, params = prompts(), [SamplingParams(max_tokens=8, seed=1)] * 3
+def test_a_restarted_server_is_stale_and_a_dead_server_is_lost(tmp_path: Path) -> None:
+    prompt_ids, params = prompts(), [SamplingParams(max_tokens=8, seed=1)] * 3
     with started(tmp_path / "log") as engine:
         publish(engine, DiskChannel(tmp_path / "weights"), other().module, 2)
-        engine.generate(asked, params)
-        # Somebody restarted it at the same place: what it says of its weights is not ours.
+        engine.generate(prompt_ids, params)
+        # A server restarted at the same address does not have the published weights.
         port = int(engine.url.rpartition(":")[2])
         assert engine.server is not None
         engine.server.close()
-        again = EngineServer(
+        restarted = EngineServer(
             "SGLang", [sys.executable, "-m", "tests.place.fake_sglang", str(port), MODEL], port, tmp_path / "log2"
         )
-        with again:
-            again.wait_ready(120)
-            engine.server = again
+        with restarted:
+            restarted.wait_ready(120)
+            engine.server = restarted
             with pytest.raises(StaleWeights, match="version None, expected 2"):
-                engine.generate(asked, params)
+                engine.generate(prompt_ids, params)
         with pytest.raises(EngineLost, match="ended with exit"):
-            engine.generate(asked, params)
+            engine.generate(prompt_ids, params)
 
 
 @pytest.mark.slow
-def test_one_that_was_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "BEAT_EVERY", 0.2)
     monkeypatch.setattr(http_engine, "BEAT_SECONDS", 1.0)
     with started(tmp_path / "log") as engine:
         publish(engine, DiskChannel(tmp_path / "weights"), other().module, 2)
-        leash = psutil.Process(engine.server._process.pid)  # type: ignore[union-attr]
-        (server,) = leash.children()
+        supervisor = psutil.Process(engine.server._process.pid)  # type: ignore[union-attr]
+        (server,) = supervisor.children()
         engine.pause()
         threading.Timer(0.5, lambda: os.kill(server.pid, signal.SIGSTOP)).start()
         with pytest.raises(EngineLost, match="does not answer: ReadTimeout"):

@@ -52,11 +52,11 @@ def fitted(directory: Path, tree: RlRecipe, **options: Any) -> tuple[RlTraining,
 
 
 def assert_equal_runs(tmp_path: Path, name: str, steps: int) -> None:
-    """Samples, losses, weights, critic and optimizers, all to the bit."""
+    """Samples, losses, weights, critic and optimizers match bit for bit."""
     _, expected = fitted(tmp_path / "colocated", built(name, "colocated", steps))
-    swapped, found = fitted(tmp_path / "swapped", built(name, "swapped", steps))
+    swapped, actual = fitted(tmp_path / "swapped", built(name, "swapped", steps))
     assert isinstance(swapped.placement, Swapped)
-    assert found == expected
+    assert actual == expected
     files = {path.relative_to(tmp_path / "colocated") for path in (tmp_path / "colocated").rglob("*.safetensors")}
     assert len(files) >= 3
     for file in files:
@@ -68,17 +68,17 @@ def assert_equal_runs(tmp_path: Path, name: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_three_steps_are_those_of_colocated(tmp_path: Path, name: str) -> None:
+def test_three_steps_match_colocated(tmp_path: Path, name: str) -> None:
     assert_equal_runs(tmp_path, name, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_ten_steps_are_those_of_colocated(tmp_path: Path, name: str) -> None:
+def test_ten_steps_match_colocated(tmp_path: Path, name: str) -> None:
     assert_equal_runs(tmp_path, name, 10)
 
 
-def test_a_phase_has_what_it_needs_and_no_more(tmp_path: Path) -> None:
+def test_each_phase_has_only_the_state_it_needs_in_memory(tmp_path: Path) -> None:
     fitted(tmp_path / "run", built("ppo", "swapped", 2))
     events = [e for e in read_events(tmp_path / "run") if e["kind"] == "memory" and e["step"] == 2]
     policy = {"policy optimizer", "policy gradients"}
@@ -89,8 +89,8 @@ def test_a_phase_has_what_it_needs_and_no_more(tmp_path: Path) -> None:
     }  # fmt: skip
     for event in events:
         if event["phase"] in needed:
-            # What holds a few kilobytes are buffers: angles of rotary embeddings, which stay.
-            owners = {name for name, held in event["bytes"].items() if held > 10_000 and name != "policy weights"}
+            # Entries of a few kilobytes are buffers (rotary embedding angles), which stay in memory.
+            owners = {name for name, size in event["bytes"].items() if size > 10_000 and name != "policy weights"}
             assert owners - {"program", "unaccounted", "activations", "reward weights"} == needed[event["phase"]] - {
                 "reward weights"
             }
@@ -112,22 +112,22 @@ def test_a_run_resumes_in_either_placement(tmp_path: Path, placement: str) -> No
     assert [*first, *second] == expected
 
 
-def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+def test_offloaded_tensors_are_restored_unchanged(tmp_path: Path) -> None:
     module = tiny().to(torch.bfloat16)
     optimizer = Optimizer(module, recipe().train)
     module(input_ids=torch.arange(8)[None]).logits.float().sum().backward()
     optimizer.step(0)
     odd = [torch.randn(4, 6).t(), torch.tensor(3.0), torch.empty(0, 5), torch.tensor([float("nan"), -0.0])]
-    held = [*module.parameters(), *optimizer.masters.values(), *odd]
-    held += [value for state in optimizer.adam.state.values() for value in state.values()]
-    before = [(tensor.detach().clone(), tensor.stride(), id(tensor)) for tensor in held]
-    parked = Parked(lambda: held, FileStore(tmp_path))
+    tensors = [*module.parameters(), *optimizer.masters.values(), *odd]
+    tensors += [value for state in optimizer.adam.state.values() for value in state.values()]
+    before = [(tensor.detach().clone(), tensor.stride(), id(tensor)) for tensor in tensors]
+    parked = Parked(lambda: tensors, FileStore(tmp_path))
     for _ in range(2):
         parked.leave()
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         parked.come()
     parked.close()
-    for tensor, (value, stride, identity) in zip(held, before, strict=True):
+    for tensor, (value, stride, identity) in zip(tensors, before, strict=True):
         assert (id(tensor), tensor.stride()) == (identity, stride)
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
     assert list(tmp_path.iterdir()) == []  # the file never had a name
@@ -136,19 +136,19 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     assert optimizer.step(1)["grad_norm"] > 0
 
 
-def test_what_never_changes_is_written_once(tmp_path: Path) -> None:
+def test_frozen_tensors_are_written_once(tmp_path: Path) -> None:
     weights = [torch.arange(5.0)]
     parked = Parked(lambda: weights, FileStore(tmp_path), frozen=True)
     parked.leave()
     parked.come()
-    weights[0].zero_()  # against the promise
+    weights[0].zero_()  # violates frozen=True
     parked.leave()
     parked.come()
     parked.close()
     assert weights[0].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_with_the_fix(tmp_path: Path) -> None:
     import resource
 
     parked = Parked(lambda: [torch.zeros(1 << 20)], FileStore(tmp_path))
@@ -162,15 +162,15 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         parked.close()
 
 
-def test_an_engine_generates_the_same_after_its_rest() -> None:
+def test_an_engine_generates_the_same_after_sleeping() -> None:
     engine = Engine(tiny(), None, kv_bytes=1 << 20)
     params = SamplingParams(max_tokens=12, seed=5)
     expected = engine.generate([[1, 2, 3], [4, 5]], params)
-    resting = Sleeping(engine)
-    resting.leave()
+    sleeping = Sleeping(engine)
+    sleeping.leave()
     assert engine.kv_held() == 0
-    assert resting.size > 0
-    resting.come()
+    assert sleeping.size > 0
+    sleeping.come()
     assert engine.generate([[1, 2, 3], [4, 5]], params) == expected
 
 
@@ -193,7 +193,7 @@ class Gauge:
 
 
 class Made:
-    """A resident that writes down what it is asked."""
+    """A resident that records the calls it gets."""
 
     def __init__(self, name: str, size: int, told: list[str]) -> None:
         self.name, self.size, self.told, self.here = name, size, told, True
@@ -214,25 +214,26 @@ class Made:
     def close(self) -> None: ...
 
 
-def test_what_comes_next_comes_ahead_where_it_does_not_raise_the_peak() -> None:
-    told: list[str] = []
+def test_state_is_prefetched_where_that_does_not_raise_the_peak() -> None:
+    calls: list[str] = []
     clock, gauge = Clock(), Gauge()
-    residents = {name: Made(name, size, told) for name, size in {"model": 20, "optimizer": 60}.items()}
+    residents = {name: Made(name, size, calls) for name, size in {"model": 20, "optimizer": 60}.items()}
     needs = {"score": {"model"}, "update": {"optimizer"}, "generate": set[str]()}
     clock.watchers.append(Residency(residents, needs, clock, gauge))
 
     def step(peaks: dict[str, int]) -> list[str]:
-        told.clear()
+        calls.clear()
         for phase, peak in peaks.items():
             with clock(phase):
                 gauge.highest = peak
-        return list(told)
+        return list(calls)
 
     peaks = {"generate": 50, "score": 30, "other": 99, "update": 100}
     assert step(peaks) == ["-model", "-optimizer", "+model", "-model", "+optimizer"]
-    # The model during generation: 50 + 20 of 100. The optimizer while scoring: 30 + 60. Nothing after the update.
+    # The model is prefetched during generation (50 + 20 of 100), the optimizer during scoring (30 + 60), nothing after
+    # the update.
     assert step(peaks) == ["-optimizer", ">model", "=model", ">optimizer", "-model", "=optimizer"]
-    # Scoring goes up to 45 of its own, which is 45 + 60 with the optimizer: from then on it comes when it is needed.
+    # Scoring rises to 45, which is 45 + 60 with the optimizer: from then on the optimizer is loaded on demand.
     assert step({**peaks, "score": 45 + 60}) == ["-optimizer", ">model", "=model", ">optimizer", "-model", "=optimizer"]
     assert step({**peaks, "score": 45}) == ["-optimizer", ">model", "=model", "-model", "+optimizer"]
     assert clock.split()["time/swap"] >= 0

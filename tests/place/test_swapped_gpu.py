@@ -27,14 +27,16 @@ def bits(tensors: Any) -> list[bytes]:
 
 def made() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    held = [torch.randn(257, 1000 + i, device="cuda", dtype=d) for i, d in enumerate((torch.float32, torch.bfloat16))]
-    return [*held, torch.randn(40, 60, device="cuda").t(), torch.tensor(3.0, device="cuda"), torch.empty(0).cuda()]
+    tensors = [
+        torch.randn(257, 1000 + i, device="cuda", dtype=d) for i, d in enumerate((torch.float32, torch.bfloat16))
+    ]
+    return [*tensors, torch.randn(40, 60, device="cuda").t(), torch.tensor(3.0, device="cuda"), torch.empty(0).cuda()]
 
 
-def test_a_round_trip_is_equal_to_the_bit_and_frees_the_memory() -> None:
-    held = [*made(), torch.randn(64 * MIB // 4, device="cuda")]
-    before, strides = bits(held), [t.stride() for t in held]
-    parked = Parked(lambda: held, HostStore(torch.device("cuda")))
+def test_a_round_trip_is_bit_identical_and_frees_the_memory() -> None:
+    tensors = [*made(), torch.randn(64 * MIB // 4, device="cuda")]
+    before, strides = bits(tensors), [t.stride() for t in tensors]
+    parked = Parked(lambda: tensors, HostStore(torch.device("cuda")))
     for ahead in (False, True, True):
         full = torch.cuda.memory_allocated()
         parked.leave()
@@ -42,15 +44,15 @@ def test_a_round_trip_is_equal_to_the_bit_and_frees_the_memory() -> None:
         work = torch.randn(2048, 2048, device="cuda")
         if ahead:
             assert parked.come_ahead()
-        for _ in range(20):  # the stream is busy, and its memory goes round, while the copy runs
+        for _ in range(20):  # keeps the stream busy and reuses its memory while the copy runs
             work = torch.tanh(work @ work)
         parked.come()
-        assert bits(held) == before
-        assert [t.stride() for t in held] == strides
+        assert bits(tensors) == before
+        assert [t.stride() for t in tensors] == strides
     parked.close()
 
 
-def test_what_leaves_has_its_last_values() -> None:
+def test_offloaded_tensors_include_queued_updates() -> None:
     """The copy waits for work that is queued before it, and later work gets the memory only after the copy."""
     weight = torch.zeros(16 * MIB // 4, device="cuda")
     parked = Parked(lambda: [weight], HostStore(torch.device("cuda")))
@@ -67,21 +69,21 @@ def test_what_leaves_has_its_last_values() -> None:
     parked.close()
 
 
-def test_an_engine_whose_kv_and_weights_have_moved_generates_the_same() -> None:
+def test_an_engine_generates_the_same_after_kv_and_weights_have_moved() -> None:
     module = tiny().to("cuda")
     engine = Engine(module, None, kv_bytes=8 * MIB)
     params = SamplingParams(max_tokens=40, seed=5)
     prompts = [[1, 2, 3], [4, 5], [6] * 20]
     expected = engine.generate(prompts, params)
     kv, weights = Sleeping(engine), Parked(lambda: list(module.parameters()), HostStore(torch.device("cuda")))
-    held = engine.kv_held()
-    assert held > 7 * MIB
+    kv_bytes = engine.kv_held()
+    assert kv_bytes > 7 * MIB
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         kv.leave()
-        assert before - torch.cuda.memory_allocated() >= held
+        assert before - torch.cuda.memory_allocated() >= kv_bytes
         weights.leave()
-        ballast = torch.empty(3 * MIB, device="cuda")  # so that what comes back lies elsewhere
+        ballast = torch.empty(3 * MIB, device="cuda")  # so that the restored tensors get other addresses
         weights.come()
         kv.come()
         assert engine.generate(prompts, params) == expected
@@ -103,41 +105,39 @@ def fitted(directory: Path, placement: str, **tables: Any) -> tuple[dict[str, to
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_swapped_steps_are_those_of_colocated(
-    tmp_path: Path, minibatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_steps_match_colocated(tmp_path: Path, minibatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     train = {"steps": 4, "minibatches": minibatches}
     try:
-        one, figures = fitted(tmp_path / "colocated", "colocated", train=train)
-        two, again = fitted(tmp_path / "swapped", "swapped", train=train)
+        colocated_weights, expected = fitted(tmp_path / "colocated", "colocated", train=train)
+        swapped_weights, actual = fitted(tmp_path / "swapped", "swapped", train=train)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert again == figures
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert actual == expected
+    assert all(torch.equal(colocated_weights[name], swapped_weights[name]) for name in colocated_weights)
 
 
-def test_the_ledger_is_what_the_allocator_says(tmp_path: Path) -> None:
+def test_the_ledger_matches_the_allocator(tmp_path: Path) -> None:
     """Within 100 MiB: batches, tables of the sampler, graphs and the workspace of cuBLAS have no owner."""
-    gc.collect()  # what earlier tests left behind must not go while this one counts
+    gc.collect()  # garbage of earlier tests must not be freed during this test
     before = CudaMeter(torch.device("cuda")).now()
     fitted(tmp_path / "run", "colocated")
     events = [event for event in read_events(tmp_path / "run") if event["kind"] == "memory"]
     for event in events:
         for end in ("start", "end"):
-            held = {**event["bytes"], **event[end]}
-            assert sum(held.values()) == event["taken"][end]
-            assert -MIB < held.get("unaccounted", 0) - before < 100 * MIB
+            by_owner = {**event["bytes"], **event[end]}
+            assert sum(by_owner.values()) == event["taken"][end]
+            assert -MIB < by_owner.get("unaccounted", 0) - before < 100 * MIB
         assert event["taken"]["reserved"] >= event["taken"]["peak"] >= event["taken"]["end"]
     generate = next(e for e in events if (e["step"], e["phase"]) == (2, "generate"))
     assert generate["bytes"]["KV"] > 30 * MIB
     assert generate["device"] == "cuda:0"
 
 
-def test_the_owner_of_a_module_counts_what_the_allocator_gave() -> None:
+def test_module_weights_are_counted_up_to_allocator_rounding() -> None:
     before = torch.cuda.memory_allocated()
     module = tiny().to("cuda")
-    given, counted = torch.cuda.memory_allocated() - before, sum(t.nbytes for t in weights_of(module))
-    assert counted <= given <= counted + 512 * len(weights_of(module))
+    allocated, counted = torch.cuda.memory_allocated() - before, sum(t.nbytes for t in weights_of(module))
+    assert counted <= allocated <= counted + 512 * len(weights_of(module))

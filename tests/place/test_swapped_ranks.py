@@ -31,12 +31,12 @@ SWAPPED = ("--set", "placement.name=swapped")
 
 
 def phases(run: Path) -> dict[str, dict[str, int]]:
-    """Who held how much of rank 0's memory in each phase of the last step."""
-    held: dict[str, dict[str, int]] = defaultdict(dict)
+    """Rank 0's memory by owner in each phase of the last step."""
+    by_phase: dict[str, dict[str, int]] = defaultdict(dict)
     for event in read_events(run):
         if event["kind"] == "memory":
-            held[event["phase"]] = event["bytes"]
-    return held
+            by_phase[event["phase"]] = event["bytes"]
+    return by_phase
 
 
 @pytest.mark.parametrize(
@@ -50,22 +50,22 @@ def phases(run: Path) -> dict[str, dict[str, int]]:
         pytest.param(PPO, (2, 1, 2), STAGE_ENGINE, id="data-tensor-stages"),
     ],
 )
-def test_a_run_is_that_of_one_rank_and_a_phase_has_what_it_needs(
+def test_a_run_matches_one_rank_and_each_phase_has_only_the_state_it_needs(
     tables: dict[str, Any], shape: Shape, rollout: dict[str, int], tmp_path: Path
 ) -> None:
     run_alone(tmp_path / "one", tables)
     file, run, world = written(tmp_path / "recipe.toml", tables), tmp_path / "many", math.prod(shape)
     fork_ranks(world, command(file, run, shape, *SWAPPED, *ranks_that_generate(rollout))[3:], tmp_path)
     close(run, tmp_path / "one")
-    for phase, held in phases(run).items():
-        # Buffers stay, angles of rotary embeddings: a few kilobytes.
-        generates, learns = held.get("policy weights", 0) > 20_000, held.get("policy shards", 0) > 20_000
+    for phase, by_owner in phases(run).items():
+        # Buffers of a few kilobytes (rotary embedding angles) stay in memory.
+        generates, learns = by_owner.get("policy weights", 0) > 20_000, by_owner.get("policy shards", 0) > 20_000
         if phase in ("generate", "evaluate"):
             assert (generates, learns) == (True, False), phase
-            assert "policy optimizer" not in held
+            assert "policy optimizer" not in by_owner
         elif phase in ("old", "reference", "values", "update", "critic", "checkpoint"):
             assert (generates, learns) == (False, True), phase
-            assert "KV" not in held
+            assert "KV" not in by_owner
         elif phase == "publish":
             assert generates
             assert learns
@@ -77,7 +77,7 @@ def test_a_run_is_that_of_one_rank_and_a_phase_has_what_it_needs(
     close(run, tmp_path / "one")
 
 
-def test_a_colocated_run_goes_on_swapped_over_ranks_that_share_an_engine(tmp_path: Path) -> None:
+def test_a_colocated_run_resumes_swapped_on_ranks_that_share_an_engine(tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file, run = written(tmp_path / "recipe.toml", PPO), tmp_path / "many"
     fork_ranks(2, command(file, run, TWO)[3:], tmp_path)

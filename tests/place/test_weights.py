@@ -1,4 +1,4 @@
-"""Layouts: tied names are sent once, buckets keep the order, nothing is left out."""
+"""Weight layouts: tied names are sent once, buckets keep the order and contain every tensor."""
 
 import msgspec
 import pytest
@@ -22,14 +22,14 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
 
-def test_tied_names_are_aliases_and_move_once() -> None:
+def test_tied_names_are_aliases_and_are_sent_once() -> None:
     weights = Weights.of(Tied())
     assert [name for name, _ in weights] == ["scale", "embed.weight", "layer.weight", "layer.bias"]
     assert weights.layout.aliases == {"head.weight": "embed.weight"}
     assert weights.nbytes == 4 * (40 + 16 + 4 + 3)
 
 
-def test_a_part_is_what_is_trained_and_needs_the_rest_to_be_there() -> None:
+def test_a_partial_publication_has_the_trained_weights_and_needs_a_full_one_first() -> None:
     module = Tied()
     module.embed.requires_grad_(False)
     part = Weights.trained(module)
@@ -38,9 +38,9 @@ def test_a_part_is_what_is_trained_and_needs_the_rest_to_be_there() -> None:
     receiver = WeightReceiver(module)
     with pytest.raises(WeightsRefused, match="to an engine that has none: publish all weights"):
         receiver.receive(WeightMessage("a-1", "a", 1, part.layout, DiskTake("nowhere")))
-    strange = Weights({"layer.other": torch.ones(1)}, part=True).layout
+    unknown = Weights({"layer.other": torch.ones(1)}, part=True).layout
     with pytest.raises(WeightsRefused, match=r"the weights have 'layer\.other', which the engine lacks"):
-        receiver.receive(WeightMessage("a-1", "a", 1, strange, DiskTake("nowhere")))
+        receiver.receive(WeightMessage("a-1", "a", 1, unknown, DiskTake("nowhere")))
 
 
 def test_names_tied_by_storage_alone_are_aliases_too() -> None:
@@ -49,19 +49,19 @@ def test_names_tied_by_storage_alone_are_aliases_too() -> None:
     assert Weights.of(module).layout.aliases == {"head.weight": "embed.weight"}
 
 
-def test_a_view_of_another_shape_is_a_tensor_of_its_own() -> None:
-    whole = torch.arange(6.0)
-    assert not Weights({"whole": whole, "part": whole[:3]}).layout.aliases
+def test_a_view_of_another_shape_is_a_separate_tensor() -> None:
+    tensor = torch.arange(6.0)
+    assert not Weights({"whole": tensor, "part": tensor[:3]}).layout.aliases
 
 
-def test_a_layout_survives_its_message() -> None:
+def test_a_layout_survives_serialization() -> None:
     layout = Weights.of(Tied()).layout
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)
-    assert again == layout
-    assert again.digest == layout.digest
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)
+    assert decoded == layout
+    assert decoded.digest == layout.digest
 
 
-def test_buckets_hold_all_in_order_and_large_tensors_alone() -> None:
+def test_buckets_keep_the_order_and_large_tensors_get_their_own() -> None:
     sizes = [1, 2, 3, 50, 1, 9, 1]
     weights = Weights({f"t{i}": torch.full((n,), float(i)) for i, n in enumerate(sizes)})
     buckets = [[name for name, _ in bucket] for bucket in weights.buckets(size=10 * 4)]
@@ -73,7 +73,7 @@ def test_segments_are_aligned() -> None:
     assert (places, size) == ([0, 512], 1024)
 
 
-def test_versions_go_up() -> None:
+def test_versions_never_decrease() -> None:
     publisher = Publisher()
     publisher.begin(3)
     publisher.begin(3)
@@ -81,7 +81,7 @@ def test_versions_go_up() -> None:
         publisher.begin(2)
 
 
-def test_several_losses_are_one_error_that_names_all() -> None:
+def test_several_lost_receivers_give_one_error_naming_all() -> None:
     error = ReceiverLost.several([ReceiverLost("rollout 0", "is gone"), ReceiverLost("rollout 1", "is late")])
     assert error.names == ("rollout 0", "rollout 1")
     assert str(error) == "rollout 0 is gone; rollout 1 is late"

@@ -1,4 +1,4 @@
-"""docs/accelerators.md: its commands print what it shows, and its stated answers hold."""
+"""docs/accelerators.md: its commands print the shown output, and its stated answers hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 
 
-def written_by() -> Any:
+def page_script() -> Any:
     spec = importlib.util.spec_from_file_location("accelerators_page", ROOT / "docs" / "accelerators.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,12 +37,12 @@ def data(command: str) -> Any:
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_commands_print() -> None:
-    """Words are the same, numbers to one in a hundred: the last digit may differ between machines."""
-    shown = written_by().PAGE.read_text()
-    now = written_by().page(printed)
-    assert re.sub(r"\s+", " ", NUMBER.sub("#", shown)) == re.sub(r"\s+", " ", NUMBER.sub("#", now))
-    for old, new in zip(NUMBER.findall(shown), NUMBER.findall(now), strict=True):
+def test_the_page_matches_the_output_of_its_commands() -> None:
+    """Words are equal and numbers equal within 1%: the last digit may differ between machines."""
+    stored = page_script().PAGE.read_text()
+    current = page_script().page(printed)
+    assert re.sub(r"\s+", " ", NUMBER.sub("#", stored)) == re.sub(r"\s+", " ", NUMBER.sub("#", current))
+    for old, new in zip(NUMBER.findall(stored), NUMBER.findall(current), strict=True):
         assert _value(new) == pytest.approx(_value(old), rel=0.01, abs=0.011)
 
 
@@ -51,11 +51,11 @@ def _value(text: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_answers_are_what_the_numbers_say() -> None:
-    larger, _, chips, hybrid, apart, prefill = (command for _, _, command in written_by().QUESTIONS)
+def test_the_answers_on_the_page_follow_from_the_numbers() -> None:
+    larger, _, chips, hybrid, disaggregated, prefill = (command for _, _, command in page_script().QUESTIONS)
     rows = {row["hardware"]: row for row in data(larger)["any_software"]}
     eight = rows["1x8xB200 SXM"]
-    # Larger: as fast as two or three times as many, for nearly the same dollars.
+    # Larger accelerators: as fast as three times as many smaller ones, at nearly the same cost.
     assert eight["step_seconds"] == pytest.approx(rows["3x8xH100 SXM"]["step_seconds"], rel=0.2)
     dollars = "dollars_per_million_tokens"
     assert eight[dollars] == pytest.approx(rows["1x8xH100 SXM"][dollars], rel=0.2)
@@ -65,13 +65,15 @@ def test_the_answers_are_what_the_numbers_say() -> None:
     gains = [load["1x8xH100 SXM"][f"{part}_{dollars}"] / load["1x8xH200 SXM"][f"{part}_{dollars}"]
              for part in ("serving", "training")]  # fmt: skip
     assert gains[0] > gains[1] > 1
-    turns, pools = ({row["nodes"]: row for row in data(command)["any_software"]} for command in (hybrid, apart))
-    for nodes, row in turns.items():
+    by_nodes_hybrid, by_nodes_disaggregated = (
+        {row["nodes"]: row for row in data(command)["any_software"]} for command in (hybrid, disaggregated)
+    )
+    for nodes, row in by_nodes_hybrid.items():
         if nodes == 3:
-            assert row["step_seconds"] == pytest.approx(pools[nodes]["step_seconds"], rel=0.05)
+            assert row["step_seconds"] == pytest.approx(by_nodes_disaggregated[nodes]["step_seconds"], rel=0.05)
             continue
-        assert (row["step_seconds"] < pools[nodes]["step_seconds"]) is (nodes <= 4), nodes
-        assert (row[dollars] < pools[nodes][dollars]) is (nodes <= 4), nodes
+        assert (row["step_seconds"] < by_nodes_disaggregated[nodes]["step_seconds"]) is (nodes <= 4), nodes
+        assert (row[dollars] < by_nodes_disaggregated[nodes][dollars]) is (nodes <= 4), nodes
     three, two = data(prefill)["arrangements"]
     assert len(three["pools"]) == 3
     assert two["dollars_per_hour"] < three["dollars_per_hour"]

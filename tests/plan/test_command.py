@@ -25,7 +25,7 @@ def plaudit(*words: str) -> subprocess.CompletedProcess[str]:
     return plaudit_here("plan", *words, cwd=ROOT)
 
 
-def test_the_promised_names_are_in_the_json() -> None:
+def test_the_json_has_the_documented_keys() -> None:
     run = plaudit(
         "--model", "llama-3.1-70b", "--hardware", "8x8xH100", "--algorithm", "ppo", "--prompt", "512",
         "--response", "1024", "--batch", "1024", "--json",
@@ -33,20 +33,20 @@ def test_the_promised_names_are_in_the_json() -> None:
     assert run.returncode == 0, run.stderr
     data = json.loads(run.stdout)
     first = data["plans"][0]
-    wanted = {
+    expected = {
         "placement", "parallelism", "phases", "step_seconds", "dollars_per_step", "dollars_per_million_tokens",
         "tokens_per_second_per_gpu", "tokens_per_second_per_megawatt",
     }  # fmt: skip
-    assert wanted <= first.keys()
+    assert expected <= first.keys()
     assert {"name", "seconds", "bytes_per_gpu"} <= first["phases"][0].keys()
     assert {"low", "mid", "high", "3yr", "owned"} <= first["dollars_per_step"].keys()
-    # Four published measurements, all missed by far: the figure is not given, and the reason is.
+    # The model misses all four published measurements by far, so the figure is left out with the reason.
     assert first["tokens_per_second_per_megawatt"] is None
     assert "missed by more than 25 %" in data["left_out"]["tokens_per_second_per_megawatt"]
     assert "2026-08-22" in data["price_basis"]
 
 
-def test_tables_say_what_was_chosen_and_what_was_not() -> None:
+def test_tables_show_the_plans_and_rejected_placements() -> None:
     run = plaudit("--model", "qwen3-235b-a22b", "--hardware", "4x8xH100")
     assert run.returncode == 0, run.stderr
     assert "$/M tokens" in run.stdout
@@ -62,7 +62,7 @@ def test_comparing_ranks_by_time_and_by_cost() -> None:
     assert "tok/s/MW" not in run.stdout
 
 
-def test_accelerators_are_compared_on_one_kind_of_price() -> None:
+def test_accelerators_are_compared_by_one_kind_of_price() -> None:
     words = ("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--compare", "H100,GB200", "--placement", "hybrid")
     costs = {}
     for price in ("high", "3yr"):
@@ -70,10 +70,10 @@ def test_accelerators_are_compared_on_one_kind_of_price() -> None:
         (costs[price],) = (line for line in run.stdout.splitlines() if line.startswith("by cost:"))
     assert "GB200" not in costs["high"]
     assert "take --price 3yr or owned" in plaudit(*words).stdout
-    assert re.findall(r"(H100|GB200)", costs["3yr"]) == ["H100", "GB200"]  # on mixed prices it was the other way round
+    assert re.findall(r"(H100|GB200)", costs["3yr"]) == ["H100", "GB200"]  # with mixed prices the order was reversed
 
 
-def test_every_number_has_its_formula() -> None:
+def test_explain_shows_the_formula_of_every_number() -> None:
     run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--explain", "all")
     assert run.returncode == 0, run.stderr
     assert "  = " in run.stdout
@@ -83,7 +83,7 @@ def test_every_number_has_its_formula() -> None:
         assert "  = " in explain(best, what)
 
 
-def test_an_unknown_number_names_the_nearest() -> None:
+def test_explain_suggests_the_nearest_name_for_an_unknown_number() -> None:
     run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--explain", "optimiser")
     assert run.returncode == 2
     assert "did you mean 'optimizer'" in run.stderr
@@ -95,11 +95,11 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     text = page.read_text()
     assert "https://" not in text
-    assert text.count("http://") == text.count("http://www.w3.org/")  # names of SVG, not addresses
+    assert text.count("http://") == text.count("http://www.w3.org/")  # SVG namespaces, not links
     assert "{{" not in text
 
 
-def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
+def test_a_planned_recipe_can_be_loaded(tmp_path: Path) -> None:
     out = tmp_path / "planned.toml"
     run = plaudit("--for", "sums-ppo", "--hardware", "1x1xH100", "--out", str(out))
     assert run.returncode == 0, run.stderr
@@ -117,19 +117,21 @@ def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
         ("2x8xH100", "disaggregated", (None, 1, None)),
     ],
 )  # fmt: skip
-def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wanted: tuple[int | None, ...]) -> None:
-    """wanted: data and tensor parallel ranks, and rollout processes; None: however many."""
+def test_the_planned_recipe_of_each_placement_is_valid(
+    hardware: str, placement: str, wanted: tuple[int | None, ...]
+) -> None:
+    """wanted: data and tensor parallel ranks, and rollout processes; None: any number."""
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(recipe, lambda name: ROOT / "plaudit/embedded" / name)
-    asked = ask(PlanOptions("smollm2-135m", hardware, placement=[placement]))
-    text, prediction = recipe_for(recipe, replace(asked, workload=work).answer())
+    question = ask(PlanOptions("smollm2-135m", hardware, placement=[placement]))
+    text, prediction = recipe_for(recipe, replace(question, workload=work).answer())
     tree = tomllib.loads(text)
     assert tree["placement"]["name"] == placement == prediction.plan.placement
     assert tree["placement"].get("channel") == ("collective" if hardware.startswith("2") else None)
-    found = tree["resources"]
-    assert "ray" not in found
-    assert found.get("rollout", {}).get("nodes", 0) == hardware.startswith("2")
-    cut = (found["data_parallel"], found["tensor_parallel"], found.get("rollout", {}).get("processes") or 0)
+    resources = tree["resources"]
+    assert "ray" not in resources
+    assert resources.get("rollout", {}).get("nodes", 0) == hardware.startswith("2")
+    cut = (resources["data_parallel"], resources["tensor_parallel"], resources.get("rollout", {}).get("processes") or 0)
     assert all(want in (None, have) for want, have in zip(wanted, cut, strict=True)), cut
 
 
@@ -140,7 +142,7 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
         ("1x2xH100", "colocated", ()), ("1x2xH100", "async", ()), ("1x3xH100", "async", ("--channel", "reshard")),
     ],
 )  # fmt: skip
-def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str, more: tuple[str, ...]) -> None:
+def test_the_planned_recipe_runs(tmp_path: Path, hardware: str, placement: str, more: tuple[str, ...]) -> None:
     out = tmp_path / "planned.toml"
     run = plaudit("--for", "sums-grpo", "--hardware", hardware, "--placement", placement, *more, "--out", str(out))
     assert run.returncode == 0, run.stderr
@@ -157,7 +159,7 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str, more: tu
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_nearest_plan_has_its_numbers(tmp_path: Path) -> None:
+def test_when_nothing_fits_the_nearest_plan_is_shown_with_its_numbers(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = ("--model", "llama-3.1-70b", "--hardware", "1x8xH100", "--algorithm", "ppo")
     run = plaudit(*words, "--page", str(page))
@@ -165,9 +167,9 @@ def test_where_nothing_fits_the_nearest_plan_has_its_numbers(tmp_path: Path) -> 
     assert "does not fit: host memory, per node: needs 2751.6 GB, has 2048.0 GB" in run.stdout
     assert re.search(r"^training +all +\d+", run.stdout, re.MULTILINE)
     assert run.stderr.count("\n") == 1
-    shown = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
+    page_data = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
     data = json.loads(plaudit(*words, "--json").stdout)
-    assert shown["nearest"] == data["nearest"]
+    assert page_data["nearest"] == data["nearest"]
     assert data["plans"] == []
     assert data["nearest"]["shortages"][-1]["needed_bytes"] == pytest.approx(2751.6e9, rel=1e-3)
     assert {"generation", "training"} <= {phase["name"] for phase in data["nearest"]["phases"]}
@@ -175,10 +177,10 @@ def test_where_nothing_fits_the_nearest_plan_has_its_numbers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("llama-3.1-70b", "1x8xH100"), ("llama-3.1-8b", "1x1xL40S")])
-def test_what_our_trainer_runs_is_named_at_once(model: str, hardware: str) -> None:
-    told = plaudit("--model", model, "--hardware", hardware, "--algorithm", "ppo").stderr
-    named = told.split("that Plaudit's own trainer runs: ")[1].strip().split(" or ")[0].split(" (")[0]
-    assert ask(PlanOptions(model, named, algorithm="ppo")).answer().runnable
+def test_a_failed_plan_suggests_hardware_that_plaudits_trainer_runs(model: str, hardware: str) -> None:
+    stderr = plaudit("--model", model, "--hardware", hardware, "--algorithm", "ppo").stderr
+    suggested = stderr.split("that Plaudit's own trainer runs: ")[1].strip().split(" or ")[0].split(" (")[0]
+    assert ask(PlanOptions(model, suggested, algorithm="ppo")).answer().runnable
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_what_our_trainer_runs_is_named_at_once(model: str, hardware: str) -> No
         (("--model", "llama-3.1-8b", "--hardware", "1x8xH20", "--price", "3yr"), "no such price of H20 is public"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: str) -> None:
+def test_invalid_input_is_rejected_with_one_line_and_no_traceback(words: tuple[str, ...], told: str) -> None:
     run = plaudit(*words)
     assert run.returncode == 2
     assert told in run.stderr
@@ -201,10 +203,10 @@ def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: st
 
 
 @pytest.mark.parametrize("placement", ["hybrid", "async"])
-def test_a_recipe_for_70b_on_eight_nodes_is_started_by_torchrun(placement: str) -> None:
+def test_a_70b_recipe_on_eight_nodes_is_started_with_torchrun(placement: str) -> None:
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
-    asked = ask(PlanOptions("llama-3.1-70b", "8x8xH100", samples=8, placement=[placement]))
-    text, prediction = recipe_for(recipe, asked.answer())
+    question = ask(PlanOptions("llama-3.1-70b", "8x8xH100", samples=8, placement=[placement]))
+    text, prediction = recipe_for(recipe, question.answer())
     resources, plan = tomllib.loads(text)["resources"], prediction.plan
     assert plan.placement == placement
     assert resources["rollout"]["tensor_parallel"] == plan.generation.tp > 1

@@ -6,11 +6,11 @@ from plaudit.errors import ConfigError
 from plaudit.plan.shape.hardware import Overrides, accelerator, catalogue, cluster
 
 
-def test_the_catalogue_is_complete_and_dense() -> None:
+def test_the_catalogue_is_complete_and_has_dense_flops() -> None:
     chips = catalogue()
     assert len(chips) >= 22
-    assert chips["H200 SXM"].bf16 == 989e12  # 1,979 is the figure with sparsity
-    assert chips["H100 SXM"].scale_up == 450e9  # one way
+    assert chips["H200 SXM"].bf16 == 989e12  # 1,979 with sparsity
+    assert chips["H100 SXM"].scale_up == 450e9  # one direction
     assert all(chip.memory > 0 and chip.bandwidth > 0 and chip.bf16 > 0 and chip.source for chip in chips.values())
     quoted = [chip.price for chip in chips.values() if chip.price.low is not None]
     assert len(quoted) > 10
@@ -21,18 +21,18 @@ def test_the_catalogue_is_complete_and_dense() -> None:
     ("name", "bytes_there"),
     [("H100", 81_559 * 2**20), ("H200", 143_771 * 2**20), ("A100", 81_920 * 2**20), ("MI300X", 206_141_652_992)],
 )
-def test_memory_is_what_the_driver_reports(name: str, bytes_there: int) -> None:
+def test_memory_matches_the_driver(name: str, bytes_there: int) -> None:
     assert accelerator(name).memory == bytes_there
 
 
-def test_one_kind_of_price_never_stands_in_for_another() -> None:
+def test_one_kind_of_price_is_never_used_for_another() -> None:
     rack, old = accelerator("GB200").price, accelerator("A100").price
     assert (rack.at("low"), rack.at("mid"), rack.at("high")) == (None, None, None)
     assert (rack.at("3yr"), rack.at("owned")) == (3.3, 2.75)
     assert (old.at("3yr"), old.at("owned")) == (None, None)
 
 
-def test_clusters_are_written_in_three_ways() -> None:
+def test_three_notations_of_clusters_are_parsed() -> None:
     assert (cluster("8x8xH100").devices, cluster("8x8xH100").domain) == (64, 8)
     assert cluster("64xH100").nodes == 8
     assert cluster("H100").devices == 1
@@ -46,12 +46,12 @@ def test_clusters_are_written_in_three_ways() -> None:
         ("0x8xH100", "at least one node"), ("12xH100", "take 8 or 16"),
     ],
 )  # fmt: skip
-def test_bad_hardware_is_answered_in_one_line(text: str, told: str) -> None:
+def test_invalid_hardware_is_rejected(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         cluster(text)
 
 
-def test_a_file_overrides_and_adds(tmp_path: Path) -> None:
+def test_a_hardware_file_overrides_and_adds_accelerators(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
         "host_memory_gb = 512.0\n[accelerator.H100]\nmemory_gb = 94.0\nprice = 2.0\n"
@@ -71,7 +71,7 @@ def test_a_file_overrides_and_adds(tmp_path: Path) -> None:
         ("[accelerator.mine]\nmemory_gb = 1.0\n", "lacks bandwidth_gb_s, bf16_tflops"),
     ],
 )  # fmt: skip
-def test_a_bad_file_names_the_key(tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_hardware_file_is_rejected_naming_the_key(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "own.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):

@@ -21,7 +21,7 @@ def choose(model: str = "qwen2.5-7b", **options: object):  # type: ignore[no-unt
     return market(PlanOptions(model, **chosen)).answer()  # type: ignore[arg-type]
 
 
-def test_the_fastest_for_a_budget_is_within_it_and_what_a_plain_plan_says() -> None:
+def test_offers_are_within_the_budget_and_match_a_plain_plan() -> None:
     choice = choose(budget="60/h")
     assert {offer.chip.name for offer in choice.any_software} == {"A100-80G SXM", "H100 SXM", "H200 SXM"}
     for offer in (*choice.runnable, *choice.any_software):
@@ -41,7 +41,7 @@ def test_the_fastest_for_a_budget_is_within_it_and_what_a_plain_plan_says() -> N
     assert plain.best.step.value == first.prediction.step.value
 
 
-def test_the_cheapest_until_a_deadline_takes_as_few_devices_as_that_needs() -> None:
+def test_offers_meet_the_deadline_and_a_later_one_is_cheaper() -> None:
     late, early = choose(deadline="7d"), choose(deadline="12h")
     assert all(offer.hours <= 12 for offer in early.any_software)
     for offer in early.any_software:
@@ -52,7 +52,7 @@ def test_the_cheapest_until_a_deadline_takes_as_few_devices_as_that_needs() -> N
     assert dollars == sorted(dollars)
 
 
-def test_energy_is_power_times_time_and_has_an_order_of_its_own() -> None:
+def test_energy_is_power_times_time_and_orders_the_offers() -> None:
     choice = choose(budget="60/h", goal="energy")
     for offer in choice.any_software:
         power = offer.chip.power * offer.prediction.plan.devices
@@ -60,7 +60,7 @@ def test_energy_is_power_times_time_and_has_an_order_of_its_own() -> None:
     assert [o.kwh for o in choice.any_software] == sorted(o.kwh for o in choice.any_software)
 
 
-def test_ranges_are_those_of_the_sources() -> None:
+def test_cost_ranges_follow_the_price_sources() -> None:
     h100 = next(offer for offer in choose(budget="60/h").any_software if offer.chip.name == "H100 SXM")
     low, high = h100.range or (0, 0)
     assert low / h100.dollars == pytest.approx(1.8 / 3.29)
@@ -71,17 +71,17 @@ def test_ranges_are_those_of_the_sources() -> None:
     assert choose(budget="60/h", price="3yr", compare="H100").first.range is None
 
 
-def test_a_hardware_file_stands_in_for_the_catalogue(tmp_path: Path) -> None:
+def test_a_hardware_file_overrides_catalogue_prices(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text("[accelerator.H100]\nprice = 0.5\n")
-    asked = market(PlanOptions("qwen2.5-7b", budget="60/h", hardware_file=own))
-    assert [chip.price.mid for chip in asked.chips if chip.name == "H100 SXM"] == [0.5]
+    question = market(PlanOptions("qwen2.5-7b", budget="60/h", hardware_file=own))
+    assert [chip.price.mid for chip in question.chips if chip.name == "H100 SXM"] == [0.5]
 
 
-def test_power_is_paid_on_top_of_a_price_that_is_given() -> None:
+def test_power_cost_is_added_to_a_given_price() -> None:
     bare, paid = (choose(budget="60/h", compare="H100", price="1.0", power_price=p) for p in (None, 0.1))
     per_hour = [choice.first.hourly / choice.first.prediction.plan.devices for choice in (bare, paid)]
-    assert per_hour == pytest.approx([1.0, 1.173])  # 1.73 kW all in
+    assert per_hour == pytest.approx([1.0, 1.173])  # 1.73 kW per device in total
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_power_is_paid_on_top_of_a_price_that_is_given() -> None:
         ({"budget": "60/h", "power_price": 0.1}, r"--power-price 0.1 goes with a price of yours"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line_with_the_cure(options: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as said:
+def test_invalid_options_are_rejected_with_one_line_and_the_fix(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
         choose(**options)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_budget_on_which_nothing_fits_names_one_on_which_something_does() -> None:
-    with pytest.raises(ConfigError, match=r"fits on nothing that --budget 4/h buys") as told:
+def test_a_budget_that_is_too_small_suggests_a_sufficient_one() -> None:
+    with pytest.raises(ConfigError, match=r"fits on nothing that --budget 4/h buys") as error:
         choose("qwen3-32b", budget="4/h")
-    raised = float(str(told.value).split("raise --budget to ")[1].removesuffix("/h"))
+    raised = float(str(error.value).split("raise --budget to ")[1].removesuffix("/h"))
     assert choose("qwen3-32b", budget=f"{math.ceil(raised)}/h").any_software
 
 
@@ -121,12 +121,12 @@ def test_the_command_prints_a_table_or_data(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     data = json.loads(plaudit_here("plan", *words, "--json", "--page", str(page), cwd=ROOT).stdout)
     assert "Published step times were planned to" in page.read_text()
-    assert "GB200 NVL72" in data["without_price"]  # left out, and said so
+    assert "GB200 NVL72" in data["without_price"]  # left out, with a notice
     assert data["own_trainer"][0]["dollars_per_hour"] <= 60
     assert data["own_trainer"][0]["plan"]["runnable"] is True
 
 
-def test_a_recipe_is_planned_on_what_is_rented() -> None:
+def test_a_recipe_is_planned_on_the_rented_hardware() -> None:
     words = ("--for", "sums-grpo", "--budget", "4/h", "--compare", "H100,L40S", "--placement", "colocated")
     run = plaudit_here("plan", *words, cwd=ROOT)
     assert run.returncode == 0, run.stderr

@@ -6,7 +6,7 @@ import pytest
 from plaudit.errors import ModelError
 from plaudit.plan.shape.model_shape import ModelShape, built_in, canonical
 
-# Billions of parameters, and of active ones, as the makers print them.
+# Billions of total and of active parameters, as published by the makers.
 PUBLISHED = {
     "llama-3.1-8b": (8.03, None), "llama-3.1-70b": (70.6, None), "llama-3.1-405b": (405.9, None),
     "qwen2.5-7b": (7.62, None), "qwen2.5-72b": (72.7, None), "qwen3-32b": (32.8, None), "qwen3-30b-a3b": (30.5, 3.3),
@@ -18,11 +18,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_that_the_makers_print(name: str) -> None:
+def test_parameter_counts_match_the_published_ones(name: str) -> None:
     total, active = PUBLISHED[name]
     shape = ModelShape.named(name)
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.005)
-    if active is not None:  # makers count the input embedding in or out
+    if active is not None:  # makers differ in whether they count the input embedding
         assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.1)
 
 
@@ -32,7 +32,7 @@ def test_cache_bytes_by_hand() -> None:
     assert ModelShape.named("deepseek-v3").kv_numbers(1) * 2 == 61 * (512 + 64) * 2
 
 
-def test_a_window_bounds_the_cache() -> None:
+def test_a_sliding_window_limits_the_cache() -> None:
     shape = ModelShape.named("gpt-oss-120b")
     assert shape.kv_numbers(4096) == 2 * 8 * 64 * (18 * 4096 + 18 * 128)
     assert shape.kv_numbers(100) == 2 * 8 * 64 * 36 * 100
@@ -50,16 +50,16 @@ def test_attention_flops_by_hand() -> None:
         ("Llama-3.3-70B", "llama-3.1-70b"), ("Qwen2.5-Math-7B", "qwen2.5-7b"),
     ],
 )  # fmt: skip
-def test_names_are_written_in_many_ways(written: str, meant: str) -> None:
+def test_spellings_of_model_names_are_normalised(written: str, meant: str) -> None:
     assert canonical(written) == meant
 
 
-def test_an_unknown_model_names_the_nearest() -> None:
+def test_an_unknown_model_suggests_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"did you mean 'llama-3\.1-70b'"):
         ModelShape.named("llama-3.1-71b")
 
 
-def test_a_config_of_experts_and_latent_attention_reads_as_the_built_in_shape(tmp_path: Path) -> None:
+def test_a_deepseek_config_gives_the_built_in_shape(tmp_path: Path) -> None:
     config = {
         "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
         "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
@@ -68,13 +68,13 @@ def test_a_config_of_experts_and_latent_attention_reads_as_the_built_in_shape(tm
         "qk_nope_head_dim": 128, "v_head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 163840,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read, known = ModelShape.named(str(tmp_path)), built_in()["deepseek-v3"]
-    assert read.parameters == known.parameters
-    assert read.active_parameters == known.active_parameters
-    assert read.kv_numbers(100) == known.kv_numbers(100)
+    loaded, known = ModelShape.named(str(tmp_path)), built_in()["deepseek-v3"]
+    assert loaded.parameters == known.parameters
+    assert loaded.active_parameters == known.active_parameters
+    assert loaded.kv_numbers(100) == known.kv_numbers(100)
 
 
-def test_recurrent_models_are_refused(tmp_path: Path) -> None:
+def test_recurrent_models_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "num_hidden_layers": 2}))
     with pytest.raises(ModelError, match="no formulas for recurrent layers"):
         ModelShape.named(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Plans that Plaudit's own trainer can run come first everywhere; the others state what it lacks."""
+"""Plans that Plaudit's own trainer can run come first in every output; the others list what it lacks."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def eight() -> Outcome:
 
 
 def tight(hardware: str) -> Outcome:
-    """On eight H100 only where reference and reward model wait on the host."""
+    """On eight H100 this fits only with reference and reward model offloaded to the host."""
     options = PlanOptions("llama-3.1-70b", hardware, reward="llama-3.1-8b", placement=["hybrid", "colocated"])
     return ask(options).answer()
 
@@ -47,7 +47,7 @@ def none_runnable() -> Outcome:
 def plan(
     placement: str, devices: int, engine: GenerationLayout, training: TrainingLayout, channel: str = "", nodes: int = 1
 ) -> Plan:
-    """`nodes` of the engines."""
+    """`nodes` is the number of nodes of the engines."""
     place = cluster(f"1x{devices}xH100")
     return Plan(placement, place, cluster(f"{nodes}x{devices}xH100"), engine, training, channel)
 
@@ -97,14 +97,14 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("hybrid", 16, GenerationLayout(16), TrainingLayout(tp=16))),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(told: tuple[str, ...], of: Plan) -> None:
+def test_unsupported_features_of_a_plan_are_listed(told: tuple[str, ...], of: Plan) -> None:
     assert missing(Workload(ModelShape.named("llama-3.1-8b")), of) == told
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3", "one_key", "deepseek_v2", "deepseek_v3"])
-def test_what_tensor_ranks_have_copies_of_is_counted(name: str, tp: int, tmp_path: Path) -> None:
-    """Of the matrices in the layers of a tiny model, as a rank of an engine has them."""
+def test_parameters_replicated_on_tensor_ranks_are_counted(name: str, tp: int, tmp_path: Path) -> None:
+    """Counts the matrices in the layers of a tiny model that a rank of an engine has."""
     CONFIGS[name].to_json_file(tmp_path / "config.json", use_diff=False)
     shape = ModelShape.from_config(tmp_path / "config.json")
     counts = []
@@ -116,7 +116,7 @@ def test_what_tensor_ranks_have_copies_of_is_counted(name: str, tp: int, tmp_pat
     assert counts[1] - counts[0] / tp == pytest.approx(shape.copied_parameters(tp), abs=norms)
 
 
-def test_experts_are_not_cut_by_tensor_parallelism() -> None:
+def test_tensor_parallelism_of_experts_is_unsupported() -> None:
     of = plan("hybrid", 2, GenerationLayout(), TrainingLayout(tp=2))
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), of) == ("tensor parallelism of experts",)
 
@@ -137,25 +137,25 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
         (("tensor parallelism of experts",), GenerationLayout(), TrainingLayout(tp=4, dp=2, ep=2, zero=3)),
     ],
 )  # fmt: skip
-def test_experts_are_dealt_out_over_ranks_with_fsdp(
+def test_supported_expert_parallel_layouts_with_fsdp(
     told: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
 ) -> None:
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
 
 
-def test_tensor_ranks_that_do_not_divide_experts_are_named() -> None:
+def test_engine_tensor_ranks_that_do_not_divide_the_experts_are_unsupported() -> None:
     uneven = replace(ModelShape.named("qwen3-30b-a3b"), experts=66)
     of = plan("hybrid", 8, GenerationLayout(4), TrainingLayout(dp=8, ep=2, zero=3))
     assert missing(Workload(uneven), of) == ("engine whose tensor ranks do not divide the experts",)
 
 
-def test_a_mixture_larger_than_a_device_is_planned_over_the_ranks_of_an_engine() -> None:
-    found = ask(PlanOptions("qwen3-235b-a22b", "8x8xH200", placement=["disaggregated"], lora=16)).answer()
-    assert found.runnable
-    assert all(each.plan.generation.tp > 1 and each.plan.generation.ep == 1 for each in found.runnable)
+def test_a_mixture_larger_than_a_device_is_planned_with_multi_rank_engines() -> None:
+    outcome = ask(PlanOptions("qwen3-235b-a22b", "8x8xH200", placement=["disaggregated"], lora=16)).answer()
+    assert outcome.runnable
+    assert all(each.plan.generation.tp > 1 and each.plan.generation.ep == 1 for each in outcome.runnable)
 
 
-def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) -> None:
+def test_runnable_plans_come_first_and_the_others_list_what_is_missing(eight: Outcome) -> None:
     assert eight.runnable
     assert eight.others
     assert eight.plans == eight.runnable + eight.others
@@ -170,8 +170,8 @@ def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) ->
     assert len({p.missing for p, _ in kinds}) == len(kinds)
 
 
-def test_what_can_be_run_is_planned_with_our_trainer_in_mind(eight: Outcome) -> None:
-    """Plain modules, no log-probabilities before a single update; published runs do otherwise."""
+def test_runnable_plans_model_plaudits_trainer(eight: Outcome) -> None:
+    """Plain modules and no old log-probabilities for a single update, unlike published runs."""
     assert all(p.workload.plain and p.plan.training.plain for p in eight.runnable)
     assert not any(p.workload.plain for p in eight.others)
     scored = [part.name for part in eight.best.phase("scoring").seconds.parts]
@@ -179,7 +179,7 @@ def test_what_can_be_run_is_planned_with_our_trainer_in_mind(eight: Outcome) -> 
     assert "old log-probabilities" in [part.name for part in eight.others[0].phase("scoring").seconds.parts]
 
 
-def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
+def test_every_output_lists_runnable_plans_first(tmp_path: Path) -> None:
     words = ("plan", "--model", "llama-3.1-8b", "--hardware", "1x8xH100")
     page = tmp_path / "plan.html"
     lines = plaudit_here(*words, "--page", str(page)).stdout.splitlines()
@@ -198,39 +198,39 @@ def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
     assert lines[0] == data["headline"]
 
     text = page.read_text()
-    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
-    assert shown["headline"] == data["headline"]
-    assert shown["plans"][0] == data["plans"][0]
+    page_data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert page_data["headline"] == data["headline"]
+    assert page_data["plans"][0] == data["plans"][0]
     assert "Plans that Plaudit's trainer runs" in text
     assert "With other software" in text
 
-    told = plaudit_here(*words, "--explain", "step").stdout.splitlines()
-    assert told[0] == data["headline"]
-    assert told[2].startswith(f"step: {data['plans'][0]['step_seconds']:,.2f} s")
+    explained = plaudit_here(*words, "--explain", "step").stdout.splitlines()
+    assert explained[0] == data["headline"]
+    assert explained[2].startswith(f"step: {data['plans'][0]['step_seconds']:,.2f} s")
 
 
 def test_a_page_of_many_plans_shows_both_kinds(eight: Outcome) -> None:
-    """Of four accelerators fifteen plans each: as many as can be run, or as others are, must not crowd out the rest."""
+    """Four accelerators with fifteen plans each: neither runnable nor other plans crowd out the other kind."""
     outcome = replace(eight, results={name: next(iter(eight.results.values())) for name in "abcd"})
     text = render_page(outcome)
-    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
-    assert {p["runnable"] for p in shown} == {True, False}
-    assert shown[0]["runnable"]
+    page_plans = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
+    assert {p["runnable"] for p in page_plans} == {True, False}
+    assert page_plans[0]["runnable"]
 
 
-def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_runnable: Outcome) -> None:
+def test_without_a_runnable_plan_the_headline_says_so_and_suggests_hardware(none_runnable: Outcome) -> None:
     assert not none_runnable.runnable
     assert none_runnable.best is none_runnable.others[0]
-    told = none_runnable.headline
-    assert told.startswith(
+    headline = none_runnable.headline
+    assert headline.startswith(
         "Plaudit's own trainer runs none of these plans; nearest: hybrid, training, per device: needs"
     )
-    for named in told.split("smallest change that it runs: ")[1].split(" or "):
-        hardware = named.partition(" (")[0].removesuffix(" SXM")
+    for suggested in headline.split("smallest change that it runs: ")[1].split(" or "):
+        hardware = suggested.partition(" (")[0].removesuffix(" SXM")
         assert tight(hardware).runnable, hardware
 
 
-def test_70b_on_one_node_has_its_optimizer_on_the_host(tmp_path: Path) -> None:
+def test_70b_on_one_node_offloads_its_optimizer(tmp_path: Path) -> None:
     outcome = ask(PlanOptions("llama-3.1-70b", "1x8xH100", placement=["hybrid"])).answer()
     assert outcome.runnable
     assert all(p.plan.training.offload_optimizer and not p.plan.training.park for p in outcome.runnable)
@@ -242,16 +242,16 @@ def test_70b_on_one_node_has_its_optimizer_on_the_host(tmp_path: Path) -> None:
     assert written.resources.ranks == 8
 
 
-def test_70b_on_eight_nodes_runs_in_every_placement_with_engines_of_a_node_or_of_the_ranks_that_train() -> None:
+def test_70b_on_eight_nodes_is_runnable_in_every_placement() -> None:
     runnable = ask(PlanOptions("llama-3.1-70b", "8x8xH100")).answer().runnable
     assert {p.plan.placement for p in runnable} == set(PLACEMENTS)
     assert all(p.plan.generation.devices > 1 for p in runnable), "70B fits on no H100"
-    apart = [p.plan for p in runnable if not p.plan.shared]
-    assert all(8 % each.generation.devices == 0 for each in apart), "they are whole on a node"
+    separate = [p.plan for p in runnable if not p.plan.shared]
+    assert all(8 % each.generation.devices == 0 for each in separate), "they are whole on a node"
     assert runnable[0].plan.placement == "async"
 
 
-def test_no_pool_takes_devices_that_are_not_there() -> None:
+def test_pools_use_exactly_the_devices_of_the_cluster() -> None:
     runnable = ask(PlanOptions("smollm2-135m", "2x8xH100", placement=["async", "disaggregated"])).answer().runnable
     assert {p.plan.devices for p in runnable} == {16}
 
@@ -265,37 +265,39 @@ def test_no_pool_takes_devices_that_are_not_there() -> None:
         ({"channel": "tensors", "placement": ["disaggregated"]}, "no tensors channel: take --channel broadcast"),
     ],
 )  # fmt: skip
-def test_what_no_hardware_cures_is_said_with_the_option_that_does(asked: dict[str, object], told: str) -> None:
+def test_options_that_the_trainer_does_not_support_are_named_with_the_alternative(
+    asked: dict[str, object], told: str
+) -> None:
     asked = {"placement": ["hybrid"], **asked}
     assert told in ask(PlanOptions("llama-3.1-8b", "1x2xH100", **asked)).answer().headline  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hardware", ["1x1xH100", "1x8xH100", "2x8xH100"])
 @pytest.mark.parametrize("recipe", ["sums-grpo", "sums-ppo"])
-def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str, hardware: str) -> None:
+def test_every_runnable_plan_can_be_written_as_a_recipe(tmp_path: Path, recipe: str, hardware: str) -> None:
     own = read_recipe(ROOT / f"plaudit/recipes/{recipe}.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     outcome = replace(ask(PlanOptions("smollm2-135m", hardware)), workload=work).answer()
     assert outcome.runnable
     planned = tmp_path / "planned.toml"
     for index, prediction in enumerate(outcome.runnable):
-        only = {place: replace(found, plans=(prediction,)) for place, found in outcome.results.items()}
+        only = {place: replace(result, plans=(prediction,)) for place, result in outcome.results.items()}
         text, _ = recipe_for(own, replace(outcome, results=only))
         planned.write_text(text)
         written = load_recipe(planned)
         assert isinstance(written, RlRecipe), index
-        # async has a correction of its own
+        # async sets its own correction
         same = written.algorithm.model_copy(update={"correction": own.algorithm.correction})
         assert (same, written.sampling, written.data) == (own.algorithm, own.sampling, own.data)
 
 
-def test_no_recipe_is_written_that_cannot_be_run(none_runnable: Outcome) -> None:
+def test_no_recipe_is_written_without_a_runnable_plan(none_runnable: Outcome) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     with pytest.raises(ConfigError, match=r"no recipe was written\. Plaudit's own trainer runs none of these plans"):
         recipe_for(own, none_runnable)
 
 
-def test_an_engine_over_two_devices_is_planned_and_its_recipe_reads(tmp_path: Path) -> None:
+def test_the_recipe_of_an_engine_over_two_devices_is_valid(tmp_path: Path) -> None:
     text = engine_of_two()
     (tmp_path / "planned.toml").write_text(text)
     recipe = read_recipe(tmp_path / "planned.toml")
@@ -304,15 +306,15 @@ def test_an_engine_over_two_devices_is_planned_and_its_recipe_reads(tmp_path: Pa
     assert recipe.resources.ranks == 1
 
 
-def test_engines_on_nodes_of_their_own_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
-    """No Ray, unless the recipe wants it, whose engines have one device."""
+def test_the_recipe_of_engines_on_separate_nodes_is_valid(tmp_path: Path) -> None:
+    """Ray is used only if the recipe asks for it; its engines have one device."""
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     outcome = replace(ask(PlanOptions("smollm2-135m", "4x4xH100", placement=["async"])), workload=work).answer()
     engines = GenerationLayout(2)
-    found = Search(work, cluster("4x4xH100"), placements=("async",), generation=engines, ours=True).run()
-    only = next(p for p in found.plans if p.plan.generation_cluster.nodes == 3)
-    outcome = replace(outcome, results={"async": replace(found, plans=(only,))})
+    result = Search(work, cluster("4x4xH100"), placements=("async",), generation=engines, ours=True).run()
+    only = next(p for p in result.plans if p.plan.generation_cluster.nodes == 3)
+    outcome = replace(outcome, results={"async": replace(result, plans=(only,))})
     text, _ = recipe_for(own, outcome)
     (tmp_path / "planned.toml").write_text(text)
     recipe = read_recipe(tmp_path / "planned.toml")
@@ -338,36 +340,36 @@ def test_the_recipe_of_an_engine_over_two_devices_runs(tmp_path: Path) -> None:
 def engine_of_two() -> str:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
-    asked = ask(PlanOptions("smollm2-135m", "1x3xH100", placement=["disaggregated"]))
-    outcome = replace(asked, workload=work).answer()
+    question = ask(PlanOptions("smollm2-135m", "1x3xH100", placement=["disaggregated"]))
+    outcome = replace(question, workload=work).answer()
     only = next(p for p in outcome.runnable if p.plan.generation.tp == 2)
-    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    results = {place: replace(result, plans=(only,)) for place, result in outcome.results.items()}
     return recipe_for(own, replace(outcome, results=results))[0]
 
 
-def test_ranks_that_share_rows_out_are_planned_for_long_responses_and_their_recipe_reads(tmp_path: Path) -> None:
+def test_the_recipe_of_context_parallelism_for_long_responses_is_valid(tmp_path: Path) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     work = replace(work, model=replace(work.model, max_context=32768), max_response=16384)
     outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["hybrid"])), workload=work).answer()
     only = next(p for p in outcome.runnable if p.plan.training.cp == 2)
-    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    results = {place: replace(result, plans=(only,)) for place, result in outcome.results.items()}
     planned = tmp_path / "planned.toml"
     planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
     recipe = read_recipe(planned)
     assert (recipe.resources.data_parallel, recipe.resources.context_parallel) == (2, 2)
     assert layout_of(recipe, work).cp == 2
-    planned.write_text(recipe_for(recipe, replace(outcome, results=alone_of(outcome)))[0])
+    planned.write_text(recipe_for(recipe, replace(outcome, results=only_without_context_parallel(outcome)))[0])
     assert read_recipe(planned).resources.context_parallel == 1
 
 
-def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+def test_the_recipe_of_expert_parallelism_is_valid(tmp_path: Path) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     work = replace(work, model=ModelShape.named("qwen3-30b-a3b"), dtype="bf16", kv_dtype="bf16")
     outcome = replace(ask(PlanOptions("qwen3-30b-a3b", "1x8xH200", placement=["hybrid"])), workload=work).answer()
     only = next(p for p in outcome.runnable if p.plan.training.ep == 8 and p.plan.generation.tp == 4)
-    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    results = {place: replace(result, plans=(only,)) for place, result in outcome.results.items()}
     planned = tmp_path / "planned.toml"
     planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
     recipe = read_recipe(planned)
@@ -376,47 +378,47 @@ def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_pat
     assert layout_of(recipe, work).ep == 8
 
 
-def test_engines_over_the_devices_that_train_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+def test_the_recipe_of_engines_on_the_training_devices_is_valid(tmp_path: Path) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["colocated"])), workload=work).answer()
     engines = GenerationLayout(2, pp=2)
-    found = Search(work, cluster("1x4xH100"), placements=("colocated",), generation=engines, ours=True).run()
+    result = Search(work, cluster("1x4xH100"), placements=("colocated",), generation=engines, ours=True).run()
     planned = tmp_path / "planned.toml"
-    planned.write_text(recipe_for(own, replace(outcome, results={"colocated": found}))[0])
+    planned.write_text(recipe_for(own, replace(outcome, results={"colocated": result}))[0])
     rollout = read_recipe(planned).resources.rollout
     assert (rollout.tensor_parallel, rollout.pipeline_parallel, rollout.processes) == (2, 2, None)
 
 
-def test_stages_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+def test_the_recipe_of_pipeline_stages_is_valid(tmp_path: Path) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["hybrid"])), workload=work).answer()
     stages = TrainingLayout(pp=2, dp=2, zero=3, plain=True)
-    found = Search(work, cluster("1x4xH100"), placements=("hybrid",), training=stages, ours=True).run()
+    result = Search(work, cluster("1x4xH100"), placements=("hybrid",), training=stages, ours=True).run()
     planned = tmp_path / "planned.toml"
-    planned.write_text(recipe_for(own, replace(outcome, results={"hybrid": found}))[0])
+    planned.write_text(recipe_for(own, replace(outcome, results={"hybrid": result}))[0])
     recipe = read_recipe(planned)
     assert (recipe.resources.data_parallel, recipe.resources.pipeline_parallel) == (2, 2)
     assert layout_of(recipe, work).pp == 2
 
 
-def alone_of(outcome: Outcome) -> dict[str, SearchResult]:
-    """With the first plan alone that does not share rows out."""
+def only_without_context_parallel(outcome: Outcome) -> dict[str, SearchResult]:
+    """The outcome's results with only the first plan without context parallelism."""
     only = next(p for p in outcome.runnable if p.plan.training.cp == 1)
-    return {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    return {place: replace(result, plans=(only,)) for place, result in outcome.results.items()}
 
 
-def test_a_reward_model_is_whole_on_every_rank_of_ours() -> None:
-    """Llama 3.1 8B: 8.03 B parameters of two bytes, where FSDP would leave an eighth and two layers of 32."""
-    held = {}
+def test_plaudits_trainer_keeps_the_full_reward_model_on_every_rank() -> None:
+    """Llama 3.1 8B: 8.03 B parameters of two bytes; with FSDP a rank has an eighth and two gathered layers of 32."""
+    gigabytes = {}
     for plain in (True, False):
         cut = TrainingLayout(dp=8, zero=3, plain=plain)
         work = Workload(ModelShape.named("llama-3.2-1b"), reward=ModelShape.named("llama-3.1-8b"), plain=plain)
         parts = predict(work, "1x8xH100", "hybrid", training=cut).phase("scoring").memory.parts
-        held[plain] = next(part.value for part in parts if part.name == "reward model") / 1e9
-    assert held[True] == pytest.approx(16.06, abs=0.01)
-    assert held[False] == pytest.approx(16.06 * (1 / 8 + 2 / 32), rel=0.05)
+        gigabytes[plain] = next(part.value for part in parts if part.name == "reward model") / 1e9
+    assert gigabytes[True] == pytest.approx(16.06, abs=0.01)
+    assert gigabytes[False] == pytest.approx(16.06 * (1 / 8 + 2 / 32), rel=0.05)
 
 
 LLAMA_8B = {
@@ -427,30 +429,34 @@ LLAMA_8B = {
 
 
 def test_a_lora_recipe_of_8b_fits_on_one_device(tmp_path: Path) -> None:
-    """Adapters of 21 M parameters have gradients and an optimizer; the frozen 8 B have none, and are their own
+    """Adapters of 21 M parameters have gradients and an optimizer; the frozen 8 B have neither, and are also the
     reference."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     small = {"path": "model", "dtype": "bfloat16"}
-    found = {}
+    predictions = {}
     for name, lora in (("whole", None), ("adapters", {"rank": 8, "targets": ("q_proj", "v_proj", "up_proj")})):
         changed = recipe.model_copy(update={"model": PolicyModelTable.model_validate({**small, "lora": lora})})
         work = workload_of(changed, lambda model: tmp_path / model, 64, 48)
-        found[name] = predict(work, "1x1xH100", "colocated", training=TrainingLayout(plain=True, recompute="full"))
-    assert not found["whole"].fits
-    assert found["adapters"].fits
+        predictions[name] = predict(
+            work, "1x1xH100", "colocated", training=TrainingLayout(plain=True, recompute="full")
+        )
+    assert not predictions["whole"].fits
+    assert predictions["adapters"].fits
     adapters = 8 * 32 * ((4096 + 4096) + (4096 + 1024) + (4096 + 14336))
-    held = {part.name: part.value for part in found["adapters"].phase("training").memory.parts}
-    assert held["optimizer"] == pytest.approx(12 * adapters)
-    assert held["gradients"] == pytest.approx(4 * adapters)
-    assert "reference" not in held
-    # Backward has the gradients of activations and not those of weights: two passes of three.
-    times = [{p.name: p.value for p in found[kind].phase("training").seconds.parts[0].parts} for kind in found]
+    by_part = {part.name: part.value for part in predictions["adapters"].phase("training").memory.parts}
+    assert by_part["optimizer"] == pytest.approx(12 * adapters)
+    assert by_part["gradients"] == pytest.approx(4 * adapters)
+    assert "reference" not in by_part
+    # Backward computes gradients of activations only: with recomputation, three passes instead of four.
+    times = [
+        {p.name: p.value for p in predictions[kind].phase("training").seconds.parts[0].parts} for kind in predictions
+    ]
     assert times[1]["products"] / times[0]["products"] == pytest.approx(3 / 4, rel=0.01)
 
 
-def test_adapters_are_as_many_as_peft_makes() -> None:
+def test_adapter_parameter_counts_match_peft() -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
@@ -466,13 +472,13 @@ def test_adapters_are_as_many_as_peft_makes() -> None:
         assert shape.adapter_parameters(4, () if isinstance(targets, str) else targets) == count
 
 
-def test_our_trainer_adapts_over_ranks_of_every_kind() -> None:
+def test_lora_plans_are_runnable_on_ranks_of_every_kind() -> None:
     answer = ask(PlanOptions("llama-3.1-8b", "1x2xH100", lora=16)).answer()
     assert any(p.plan.training.dp == 2 for p in answer.runnable)
     work = Workload(ModelShape.named("llama-3.1-8b"), lora_rank=16)
     for placement in ("hybrid", "swapped", "colocated"):
         assert missing(work, plan(placement, 2, GenerationLayout(2), TrainingLayout(tp=2))) == ()
-    apart = plan("disaggregated", 2, GenerationLayout(2), TrainingLayout(tp=2), "reshard")
-    assert missing(work, apart) == ()
+    separate = plan("disaggregated", 2, GenerationLayout(2), TrainingLayout(tp=2), "reshard")
+    assert missing(work, separate) == ()
     with pytest.raises(ConfigError, match="lora rank = -1: expected one or more"):
         ask(PlanOptions("llama-3.1-8b", lora=-1))

@@ -14,8 +14,8 @@ from tests.command import plaudit_here
 
 
 def planned(**options: Any) -> PoolPlan:
-    given = {"model": "llama-3.1-8b", "compare": "H100,H200", "pools": 30.0, **options}
-    return plan_pools(PlanOptions(**given), lambda of: of)
+    chosen = {"model": "llama-3.1-8b", "compare": "H100,H200", "pools": 30.0, **options}
+    return plan_pools(PlanOptions(**chosen), lambda of: of)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def plan() -> PoolPlan:
     return planned()
 
 
-def test_every_pool_keeps_the_limit_and_fewer_devices_would_not(plan: PoolPlan) -> None:
+def test_every_pool_meets_the_limit_with_the_fewest_devices(plan: PoolPlan) -> None:
     search = PoolSearch(plan.market, plan.limit)
     for arrangement in (plan.apart, plan.two):
         assert arrangement.step <= plan.limit
@@ -47,7 +47,7 @@ def test_prefill_and_decode_add_up_to_generation(plan: PoolPlan) -> None:
     assert prefill(4) + decode(4) == pytest.approx(both(4))
 
 
-def test_prices_are_those_of_the_devices(plan: PoolPlan) -> None:
+def test_prices_are_the_sum_of_device_prices(plan: PoolPlan) -> None:
     for arrangement in (plan.apart, plan.two):
         prices = [pool.place.devices * (pool.place.accelerator.price.mid or 0.0) for pool in arrangement.pools]
         assert arrangement.hourly == pytest.approx(sum(prices))
@@ -55,14 +55,14 @@ def test_prices_are_those_of_the_devices(plan: PoolPlan) -> None:
         assert arrangement.per_million == pytest.approx(dollars / (1024 * 1024) * 1e6)
 
 
-def test_keys_and_values_of_all_prompts_travel_once(plan: PoolPlan) -> None:
+def test_kv_of_all_prompts_is_sent_once(plan: PoolPlan) -> None:
     decode = plan.apart.pools[1]
     # 32 layers, 8 heads of 128, keys and values in two bytes; 1,024 responses to 128 prompts of 512 tokens.
     size = 2 * 32 * 8 * 128 * 2 * 512 * 128
     assert plan.apart.kv_rate == pytest.approx(size / decode.place.devices / plan.apart.step)
 
 
-def test_a_longer_limit_is_never_dearer(plan: PoolPlan) -> None:
+def test_a_longer_limit_never_costs_more(plan: PoolPlan) -> None:
     slow = planned(pools=120.0)
     assert slow.apart.hourly <= plan.apart.hourly
     assert slow.two.hourly <= plan.two.hourly
@@ -70,13 +70,13 @@ def test_a_longer_limit_is_never_dearer(plan: PoolPlan) -> None:
 
 def test_the_command_prints_a_table_and_data() -> None:
     words = ["plan", "--model", "llama-3.1-8b", "--pools", "30", "--compare", "H100,H200"]
-    shown = plaudit_here(*words)
-    assert shown.returncode == 0
-    assert "three pools" in shown.stdout
-    assert "validated by no run" in shown.stdout
+    run = plaudit_here(*words)
+    assert run.returncode == 0
+    assert "three pools" in run.stdout
+    assert "validated by no run" in run.stdout
     data = json.loads(plaudit_here(*words, "--json").stdout)
     assert [each["name"] for each in data["arrangements"]] == ["three pools", "two pools"]
-    assert data["headline"] in " ".join(shown.stdout.split())
+    assert data["headline"] in " ".join(run.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_the_command_prints_a_table_and_data() -> None:
         ({"budget": "60/h"}, "leave out --budget"),
     ],
 )
-def test_what_no_pool_can_do_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_pool_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(**options)
 
 
-def test_the_fewest_are_found_by_halving() -> None:
+def test_fewest_finds_the_smallest_sufficient_count() -> None:
     assert [_fewest(lambda n, least=least: n >= least) for least in (1, 2, 3, 7, 64, 65)] == [1, 2, 3, 7, 64, 65]  # type: ignore[misc]
     assert _fewest(lambda n: False) is None

@@ -1,4 +1,4 @@
-"""Properties that hold for every model, machine and layout."""
+"""Property tests over models, clusters and layouts."""
 
 from dataclasses import replace
 
@@ -68,9 +68,9 @@ def test_more_memory_never_makes_a_plan_infeasible(case: tuple[Workload, Plan], 
 
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.floats(1.01, 4), st.sampled_from(["bandwidth", "scale_up", "scale_out", "pcie", "bf16"]))
-def test_a_faster_part_never_makes_a_step_slower(case: tuple[Workload, Plan], factor: float, part: str) -> None:
+def test_a_faster_component_never_makes_a_step_slower(case: tuple[Workload, Plan], factor: float, part: str) -> None:
     work, plan = case
-    if plan.placement == "async":  # its simulation is held to a tolerance of its own below
+    if plan.placement == "async":  # its simulation has its own test below, with a tolerance
         plan = replace(plan, placement="disaggregated", staleness=0)
     before, after = (predict_plan(work, p, FIXED).step.value for p in (plan, on(plan, **{part: factor})))
     assert after <= before * (1 + 1e-9)
@@ -78,16 +78,18 @@ def test_a_faster_part_never_makes_a_step_slower(case: tuple[Workload, Plan], fa
 
 @settings(max_examples=12, deadline=None)
 @given(plans(), st.floats(1.1, 4))
-def test_async_gains_from_bandwidth_too(case: tuple[Workload, Plan], factor: float) -> None:
+def test_more_bandwidth_never_slows_an_async_step_beyond_the_tolerance(
+    case: tuple[Workload, Plan], factor: float
+) -> None:
     work, plan = case
     plan = replace(plan, placement="async", staleness=max(1, plan.staleness), channel="reshard")
     before, after = (predict_plan(work, p, FIXED).step.value for p in (plan, on(plan, bandwidth=factor)))
-    assert after <= before * 1.05  # events fall between others: a few percent of the order they come in
+    assert after <= before * 1.05  # the order of simulated events causes differences of a few percent
 
 
 @settings(max_examples=40, deadline=None)
 @given(plans())
-def test_splits_conserve_parameters_and_flops(case: tuple[Workload, Plan]) -> None:
+def test_sharding_conserves_parameters_and_flops(case: tuple[Workload, Plan]) -> None:
     work, plan = case
     model, cut = work.model, plan.training
     trainer = Trainer(model, plan.cluster, cut, "bf16", FIXED)
@@ -98,30 +100,30 @@ def test_splits_conserve_parameters_and_flops(case: tuple[Workload, Plan]) -> No
         assert trainer.optimizer_parameters_here() * cut.devices == pytest.approx(model.parameters)
     step = trainer.step(work.batch, work.length)
     products = next(part.value for part in step.parts if part.name == "products")
-    again = 4 / 3 if cut.recompute == "full" else 1.0
+    recompute_factor = 4 / 3 if cut.recompute == "full" else 1.0
     rate = plan.cluster.accelerator.bf16 * FIXED.gemm_share
     tokens = max(work.batch * work.length, cut.dp)
-    assert products * cut.devices * rate == pytest.approx(6 * model.active_parameters * tokens * again)
+    assert products * cut.devices * rate == pytest.approx(6 * model.active_parameters * tokens * recompute_factor)
 
 
 @settings(max_examples=40, deadline=None)
 @given(models, powers, st.sampled_from([1, 2]))
-def test_an_engine_holds_the_model_once_and_copies_of_what_its_ranks_share(name: str, tp: int, pp: int) -> None:
+def test_an_engine_stores_the_model_once_plus_replicated_parameters(name: str, tp: int, pp: int) -> None:
     model = ModelShape.named(name)
     tp = tp if model.heads % tp == 0 else 1
     one = Replica(model, cluster("2x8xH100"), GenerationLayout(tp, pp), "bf16", "bf16", FIXED)
-    # Norms and biases are the rest.
+    # Norms and biases are within the tolerance.
     copies = tp * model.copied_parameters(tp)
     assert (copies > 0) == (tp > (1 if model.latent else model.kv_heads))
     assert one.weight_bytes() * tp * pp == pytest.approx(2 * (model.parameters + copies), rel=1e-3)
-    # Devices beyond the heads of the cache hold it again.
+    # Devices beyond the number of KV heads replicate the cache.
     cuts = 1 if model.latent else min(tp, model.kv_heads)
     assert memory.sequence_bytes(one, 1000) * cuts * pp == pytest.approx(2 * model.kv_numbers(1000))
 
 
 @settings(max_examples=40, deadline=None)
 @given(plans())
-def test_every_number_adds_up_and_has_a_unit(case: tuple[Workload, Plan]) -> None:
+def test_every_term_is_the_sum_of_its_parts_and_has_a_unit(case: tuple[Workload, Plan]) -> None:
     work, plan = case
 
     def check(term: Term) -> None:
@@ -132,16 +134,16 @@ def test_every_number_adds_up_and_has_a_unit(case: tuple[Workload, Plan]) -> Non
         for part in term.parts:
             check(part)
 
-    found = predict_plan(work, plan, FIXED)
-    assert found.step.unit == "s"
-    check(found.step)
-    for phase in found.phases:
+    prediction = predict_plan(work, plan, FIXED)
+    assert prediction.step.unit == "s"
+    check(prediction.step)
+    for phase in prediction.phases:
         assert phase.memory.unit == "B"
         check(phase.seconds)
         check(phase.memory)
 
 
-def test_units_do_not_mix() -> None:
+def test_mixed_and_invalid_units_are_rejected() -> None:
     with pytest.raises(ValueError, match="is in s and its part weights in B"):
         total("step", [Term("weights", 1.0, "B")], "s")
     with pytest.raises(ValueError, match="none of"):
@@ -152,7 +154,7 @@ def test_units_do_not_mix() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 64), st.floats(1, 200), st.floats(0, 20), st.integers(0, 4))
-def test_no_staleness_is_taking_turns_and_staleness_never_costs(
+def test_staleness_0_is_sequential_and_staleness_never_slows_a_step(
     batch: int, train: float, sync: float, staleness: int
 ) -> None:
     one = Replica(ModelShape.named("llama-3.1-8b"), cluster("1x8xH100"), GenerationLayout(1), "bf16", "bf16", FIXED)
@@ -165,7 +167,8 @@ def test_no_staleness_is_taking_turns_and_staleness_never_costs(
         return overlap(one, 1, batch, 100, lengths, 256, train, sync, stale, ahead=1).step_seconds
 
     turns = seconds(0)
-    # One batch at a time is the longer of both sides and the publication, as one-step-off runs are published.
+    # With one batch at a time a step is the longer of generation and training plus the publication, as in published
+    # one-step-off runs.
     alone = turns - train - sync
     assert in_turn(1) == pytest.approx(max(alone, train) + sync, rel=0.02)
     assert turns >= train + sync
@@ -175,24 +178,24 @@ def test_no_staleness_is_taking_turns_and_staleness_never_costs(
 
 @settings(max_examples=6, deadline=None)
 @given(models, chips, st.sampled_from([2, 4, 8]))
-def test_the_search_returns_only_what_fits(name: str, chip: str, devices: int) -> None:
+def test_the_search_returns_only_plans_that_fit(name: str, chip: str, devices: int) -> None:
     work = Workload(ModelShape.named(name), "grpo", 200, 400, 0, 256)
-    found = Search(work, cluster(f"1x{devices}x{chip}")).run()
-    assert all(prediction.fits for prediction in found.plans)
-    placed = {prediction.plan.placement for prediction in found.plans} | {r.placement for r in found.rejected}
+    result = Search(work, cluster(f"1x{devices}x{chip}")).run()
+    assert all(prediction.fits for prediction in result.plans)
+    placed = {prediction.plan.placement for prediction in result.plans} | {r.placement for r in result.rejected}
     assert placed == {"colocated", "swapped", "hybrid", "disaggregated", "async"}
 
 
 @settings(max_examples=20, deadline=None)
 @given(models, st.sampled_from([1, 2, 4]))
-def test_all_training_cuts_use_every_device(name: str, nodes: int) -> None:
+def test_all_training_layouts_use_every_device(name: str, nodes: int) -> None:
     work, where = Workload(ModelShape.named(name)), cluster(f"{nodes}x8xH100")
     for cut in training_layouts(work, where):
         cut.check(work.model)
         assert cut.devices == where.devices
 
 
-def test_a_plan_that_does_not_use_the_cluster_is_refused() -> None:
+def test_a_plan_that_does_not_use_every_device_is_rejected() -> None:
     work, where = Workload(ModelShape.named("llama-3.1-8b")), cluster("1x8xH100")
     with pytest.raises(ConfigError, match="= 4 devices, and there are 8; set dp to 8"):
         predict_plan(work, Plan("hybrid", where, where, GenerationLayout(), TrainingLayout(dp=4), "ipc"), FIXED)

@@ -17,48 +17,48 @@ RESULT = json.loads((ROOT / "benchmarks/results/planner_validation.json").read_t
 ROWS = [[*line.split(",")[:4], float(line.split(",")[4])] for line in RESULT["residuals"]]
 
 
-def test_the_package_has_the_residuals_of_the_result() -> None:
+def test_the_packaged_residuals_match_the_result_file() -> None:
     assert DATA.read_text().splitlines() == [",".join(COLUMNS), *RESULT["residuals"]]
-    # And they are those of the targets that the same file reports.
+    # They reproduce the targets reported in the same file.
     steps = [abs(row[-1]) for row in ROWS if row[0] == "step"]
     assert len(steps) == RESULT["targets"]["step time"]["rows"]
     assert statistics.median(steps) == pytest.approx(RESULT["targets"]["step time"]["median"], abs=1e-3)
 
 
-def test_a_bar_is_taken_over_the_rows_that_are_most_like_the_plan() -> None:
+def test_an_error_bar_uses_the_rows_of_the_same_kind_as_the_plan() -> None:
     for kind, chip, model, placement in {tuple(row[:4]) for row in ROWS}:
         same = [row[-1] for row in ROWS if row[:4] == [kind, chip, model, placement]]
         if len(same) < 5:
             continue
-        found = bar(kind, chip, model, placement)
+        error_bar = bar(kind, chip, model, placement)
         sizes = sorted(map(abs, same))
-        assert (found.rows, found.extrapolated) == (len(same), False)
-        assert found.median == statistics.median(sizes)
-        assert sum(size <= found.p90 for size in sizes) >= 0.9 * len(sizes)  # as many are within it as it says
-        assert found.bias == statistics.median(same)
+        assert (error_bar.rows, error_bar.extrapolated) == (len(same), False)
+        assert error_bar.median == statistics.median(sizes)
+        assert sum(size <= error_bar.p90 for size in sizes) >= 0.9 * len(sizes)  # at least 90% are within p90
+        assert error_bar.bias == statistics.median(same)
 
 
-def test_few_rows_are_joined_by_their_neighbours_on_the_same_accelerators() -> None:
+def test_too_few_rows_fall_back_to_all_models_on_the_same_accelerators() -> None:
     few = bar("training", "Hopper", "dense", "")
     assert few.of == "Hopper, any model"
     assert few.rows == sum(row[:2] == ["training", "Hopper"] for row in ROWS)
     assert not few.extrapolated
 
 
-def test_hardware_without_rows_is_marked() -> None:
+def test_hardware_without_rows_is_marked_as_extrapolated() -> None:
     run = predict("qwen2.5-7b", "1x8xMI300X", "hybrid")
-    bars = {found.kind: found for found in error_bars(run)}
+    bars = {error_bar.kind: error_bar for error_bar in error_bars(run)}
     assert bars.keys() == KINDS.keys()
-    assert all(found.extrapolated for found in bars.values())
+    assert all(error_bar.extrapolated for error_bar in bars.values())
     assert "extrapolated" in str(bars["step"])
-    hopper = {found.kind: found for found in error_bars(predict("qwen2.5-7b", "1x8xH100", "hybrid"))}
+    hopper = {error_bar.kind: error_bar for error_bar in error_bars(predict("qwen2.5-7b", "1x8xH100", "hybrid"))}
     assert not hopper["step"].extrapolated
-    assert hopper["step"].of == "Hopper, dense"  # four of them are on shared devices: too few
+    assert hopper["step"].of == "Hopper, dense"  # only four rows are on shared devices: too few
     # Blackwell has serving and training, and no RL step.
-    blackwell = {found.kind: found for found in error_bars(predict("qwen2.5-7b", "1x8xB200", "hybrid"))}
+    blackwell = {error_bar.kind: error_bar for error_bar in error_bars(predict("qwen2.5-7b", "1x8xB200", "hybrid"))}
     assert (blackwell["step"].extrapolated, blackwell["generation"].extrapolated) == (True, False)
     mixed = predict("qwen2.5-7b", "1x8xH100", "disaggregated", generation_hardware="1x8xB200")
-    assert next(found for found in error_bars(mixed) if found.kind == "step").extrapolated
+    assert next(error_bar for error_bar in error_bars(mixed) if error_bar.kind == "step").extrapolated
 
 
 def test_every_accelerator_has_a_family() -> None:
@@ -67,7 +67,7 @@ def test_every_accelerator_has_a_family() -> None:
     assert family(accelerator("H20")) == "Hopper"
 
 
-def test_tables_and_data_have_the_error() -> None:
+def test_tables_and_json_show_the_error() -> None:
     words = ("--model", "qwen2.5-7b", "--placement", "hybrid")
     run = plaudit_here("plan", *words, cwd=ROOT)
     assert "error against published runs: step time ±" in run.stdout

@@ -33,17 +33,17 @@ def planned() -> Prediction:
 
 
 def as_measured(plan: Prediction) -> dict[str, float]:
-    """Seconds of a run whose phases deviate from the plan, each by a factor of its own."""
+    """Seconds of a run whose phases deviate from the plan, each by its own factor."""
     return {phase.name: SLOWER[phase.name] * phase.seconds.value for phase in plan.phases}
 
 
 def verl_step(number: int) -> dict[str, float]:
-    took = as_measured(planned())
+    seconds = as_measured(planned())
     step = {
-        "timing_s/gen": took["generation"], "timing_s/old_log_prob": 0.6 * took["scoring"],
-        "timing_s/ref": 0.3 * took["scoring"], "timing_s/adv": 0.1 * took["scoring"],
-        "timing_s/update_actor": took["training"], "timing_s/update_weights": took["weights"],
-        "timing_s/step": sum(took.values()) + 100 * (number == 1), "timing_s/save_checkpoint": 0.0,
+        "timing_s/gen": seconds["generation"], "timing_s/old_log_prob": 0.6 * seconds["scoring"],
+        "timing_s/ref": 0.3 * seconds["scoring"], "timing_s/adv": 0.1 * seconds["scoring"],
+        "timing_s/update_actor": seconds["training"], "timing_s/update_weights": seconds["weights"],
+        "timing_s/step": sum(seconds.values()) + 100 * (number == 1), "timing_s/save_checkpoint": 0.0,
         "prompt_length/mean": WORK["prompt"], "response_length/mean": WORK["response"],
         "response_length/max": WORK["max_response"],
         "perf/total_num_tokens": WORK["batch"] * (WORK["prompt"] + WORK["response"]),
@@ -75,7 +75,7 @@ def nemo_timing() -> dict[str, float]:
 
 
 def nemo_metrics(path: Path) -> Path:
-    """As its test suites write it: every metric by step."""
+    """In the format of NeMo-RL's test suites: every metric by step."""
     timing = {**nemo_timing(), "total_step_time": sum(as_measured(planned()).values())}
     figures = {f"timing/train/{key}": value for key, value in timing.items()} | {
         "train/mean_prompt_length": WORK["prompt"], "train/mean_gen_tokens_per_sample": WORK["response"],
@@ -87,35 +87,35 @@ def nemo_metrics(path: Path) -> Path:
 
 
 def nemo_console(path: Path) -> Path:
-    """The console has two decimals and no lengths of prompts."""
-    whole = sum(as_measured(planned()).values())
+    """The console has two decimals and no prompt lengths."""
+    step_seconds = sum(as_measured(planned()).values())
     step = [
         f"  • Mean Generation Length: {WORK['response']:.4f}",
         "",
         "⏱️  Timing:",
-        f"  • Total step time: {whole:.2f}s",
+        f"  • Total step time: {step_seconds:.2f}s",
     ]
-    step += [f"  • {key}: {value:.2f}s ({value / whole * 100:.1f}%)" for key, value in nemo_timing().items()]
+    step += [f"  • {key}: {value:.2f}s ({value / step_seconds * 100:.1f}%)" for key, value in nemo_timing().items()]
     path.write_text("\n".join(step * STEPS))
     return path
 
 
 @pytest.mark.parametrize("write", [verl_file, verl_console, nemo_metrics, nemo_console])
-def test_phases_of_others_logs_are_those_that_were_written(write: Any, tmp_path: Path) -> None:
+def test_phases_are_read_from_logs_of_other_projects(write: Any, tmp_path: Path) -> None:
     measured = other_run(write(tmp_path / "log"))
-    took = as_measured(planned())
+    expected = as_measured(planned())
     assert measured.steps == STEPS - 1
     for name, seconds in measured.phases.items():
-        assert seconds == pytest.approx(took[name], abs=0.011)
+        assert seconds == pytest.approx(expected[name], abs=0.011)
     assert {"generation", "scoring", "training", "weights"} <= measured.phases.keys()
-    assert measured.step == pytest.approx(sum(took.values()), abs=0.011)
+    assert measured.step == pytest.approx(sum(expected.values()), abs=0.011)
     assert measured.response == WORK["response"]
     if write is not nemo_console:
         assert (measured.prompt, measured.batch, measured.longest) == (200, 512, 2000)
 
 
 @pytest.mark.parametrize("write", [verl_file, nemo_metrics])
-def test_a_refit_plans_the_run_as_it_was(write: Any, tmp_path: Path) -> None:
+def test_a_plan_with_refitted_constants_matches_the_run(write: Any, tmp_path: Path) -> None:
     log, out = write(tmp_path / "log"), tmp_path / "own.toml"
     run = plaudit("--from", log, *WORDS, *LAYOUTS, "--out", out, "--json")
     assert run.returncode == 0, run.stderr
@@ -123,12 +123,12 @@ def test_a_refit_plans_the_run_as_it_was(write: Any, tmp_path: Path) -> None:
     assert "generation deviates the most" in data["headline"]
     rows = {row["name"]: row for row in data["phases"]}
     assert rows["generation"]["factor"] == pytest.approx(2.5, rel=0.01)
-    # A later plan with the file: every phase that was measured, to a few per cent.
-    again = predict("llama-3.1-8b", "1x8xH100", "swapped", generation=GenerationLayout(tp=2),
+    # A plan with the refitted file matches every measured phase within a few percent.
+    replanned = predict("llama-3.1-8b", "1x8xH100", "swapped", generation=GenerationLayout(tp=2),
                     training=TrainingLayout(dp=8, zero=3), **WORK,
                     constants=_constants(out))  # fmt: skip
     for name, seconds in other_run(log).phases.items():
-        assert again.phase(name).seconds.value == pytest.approx(seconds, rel=0.03), name
+        assert replanned.phase(name).seconds.value == pytest.approx(seconds, rel=0.03), name
 
 
 def _constants(path: Path) -> Any:
@@ -137,16 +137,16 @@ def _constants(path: Path) -> Any:
     return Constants().changed(Overrides.read(path).constants)
 
 
-def test_the_plan_command_takes_the_refitted_file(tmp_path: Path) -> None:
+def test_the_plan_command_accepts_the_refitted_file(tmp_path: Path) -> None:
     log, out = verl_file(tmp_path / "log"), tmp_path / "own.toml"
     own = tmp_path / "before.toml"
     own.write_text("[accelerator.H100]\nprice = 2.5\n[constants]\nlength_spread = 0.9\n")
     assert plaudit("--from", log, *WORDS, *LAYOUTS, "--hardware-file", own, "--out", out).returncode == 0
-    kept = Overrides.read(out)
-    assert kept.accelerator["H100"].price == 2.5
-    assert kept.constants["length_spread"] == 0.9
-    seen = plaudit("--from", log, *WORDS, *LAYOUTS, "--hardware-file", out)
-    assert "no phase deviates by a twentieth of the step" in seen.stdout, seen.stdout
+    overrides = Overrides.read(out)
+    assert overrides.accelerator["H100"].price == 2.5
+    assert overrides.constants["length_spread"] == 0.9
+    replanned = plaudit("--from", log, *WORDS, *LAYOUTS, "--hardware-file", out)
+    assert "no phase deviates by a twentieth of the step" in replanned.stdout, replanned.stdout
 
 
 def our_run(directory: Path, steps: int, **more: float) -> Path:
@@ -161,22 +161,22 @@ def our_run(directory: Path, steps: int, **more: float) -> Path:
     return directory
 
 
-def test_our_own_run_is_planned_by_its_recipe(tmp_path: Path) -> None:
+def test_a_plaudit_run_is_planned_from_its_recipe(tmp_path: Path) -> None:
     run = our_run(tmp_path / "run", STEPS, **{"time/evaluate": 5.0, "time/step": 6.7})
     out = tmp_path / "own.toml"
-    seen = plaudit("--from", run, "--hardware", "1x1xH100", "--out", out)
-    assert seen.returncode == 0, seen.stderr
-    assert "A step took 1.7 s" in seen.stdout
-    assert "plan: colocated: generation tp1, training tp1 dp1" in seen.stdout
-    assert "outside of any plan (evaluation, checkpoints, tools): 5.0 s" in seen.stdout
-    assert "in no phase: 0.099 s" in seen.stdout
-    again = plaudit("--from", run, "--hardware", "1x1xH100", "--hardware-file", out, "--json")
-    rows = {row["name"]: row for row in json.loads(again.stdout)["phases"]}
+    compared = plaudit("--from", run, "--hardware", "1x1xH100", "--out", out)
+    assert compared.returncode == 0, compared.stderr
+    assert "A step took 1.7 s" in compared.stdout
+    assert "plan: colocated: generation tp1, training tp1 dp1" in compared.stdout
+    assert "outside of any plan (evaluation, checkpoints, tools): 5.0 s" in compared.stdout
+    assert "in no phase: 0.099 s" in compared.stdout
+    replanned = plaudit("--from", run, "--hardware", "1x1xH100", "--hardware-file", out, "--json")
+    rows = {row["name"]: row for row in json.loads(replanned.stdout)["phases"]}
     for name in ("generation", "scoring"):
         assert rows[name]["planned"] == pytest.approx(rows[name]["measured"], rel=0.03)
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_comparisons_are_rejected(tmp_path: Path) -> None:
     short, log = our_run(tmp_path / "short", 3), verl_file(tmp_path / "log")
     other = tmp_path / "other.log"
     other.write_text("step 1 loss 0.3\n")
@@ -192,14 +192,14 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
         (("--from", log, *WORDS, *LAYOUTS[:2], "--training-layout", "tq8"), "'tq8' is none of tpN"),
         (("--model", "llama-3.1-8b", *LAYOUTS), "set the run with --from"),
     ]  # fmt: skip
-    for words, told in cases:
+    for words, message in cases:
         run = plaudit(*words)
         assert run.returncode, words
-        assert told in run.stderr.replace("\n", " "), (words, run.stderr)
+        assert message in run.stderr.replace("\n", " "), (words, run.stderr)
 
 
-def test_generation_beside_training_is_not_taken_for_the_waiting(tmp_path: Path) -> None:
-    """one-step-off: `gen` is what the trainer waits; it fits no constant of generation."""
+def test_waiting_time_of_an_async_run_is_not_used_as_generation_time(tmp_path: Path) -> None:
+    """one-step-off: `gen` is the time the trainer waits, so that no constant of generation is fitted to it."""
     words = ("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--placement", "async", "--samples", "8",
              "--generation-layout", "tp1", "--training-layout", "dp4 fsdp", "--json")  # fmt: skip
     run = plaudit("--from", verl_file(tmp_path / "log"), *words)
@@ -210,7 +210,7 @@ def test_generation_beside_training_is_not_taken_for_the_waiting(tmp_path: Path)
     assert "layer_seconds" not in data["constants"]
 
 
-def test_layouts_are_read_as_they_are_printed() -> None:
+def test_printed_layouts_can_be_parsed() -> None:
     for layout in (Engines(4, 2), Engines(2, 1, 8)):
         assert Engines.parse(str(layout)) == layout
     for cut in (TrainingLayout(2, 4, 8, zero=1), TrainingLayout(dp=8, zero=3, recompute="full", park=True),
@@ -219,13 +219,13 @@ def test_layouts_are_read_as_they_are_printed() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_run_is_planned_right_after_the_refit(tmp_path: Path) -> None:
+def test_a_real_run_is_planned_accurately_after_the_refit(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "own.toml"
     trained = plaudit_here("train", "sums-grpo", "--set", "train.steps=6", "--set", "data.eval_items=4", "--set",
                            "train.prompts_per_step=16", "--out", str(run))  # fmt: skip
     assert trained.returncode == 0, trained.stderr
     machine = tmp_path / "machine.toml"
-    # A slow accelerator of its own, nearer to a CPU than any of the catalogue.
+    # A custom slow accelerator, closer to a CPU than any in the catalogue.
     machine.write_text("[accelerator.slow]\nmemory_gb = 16.0\nbandwidth_gb_s = 10.0\nbf16_tflops = 0.1\n")
     words = ("--from", run, "--hardware", "1x1xslow", "--hardware-file")
     assert plaudit(*words, machine, "--out", out).returncode == 0

@@ -19,14 +19,14 @@ def plaudit(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def options_of(text: str) -> dict[str, str]:
-    """Of a shell command, an option a line."""
+    """The options of a shell command with one option per line."""
     lines = [line.strip(" \\") for line in text.splitlines() if line and not line.startswith("#")][1:]
     join = " " if lines[0].startswith("--") else "="
     return {line.split(join, 1)[0]: line.split(join, 1)[1] if join in line else "" for line in lines}
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_settings_say_the_plan_that_was_chosen(name: str) -> None:
+def test_settings_express_the_chosen_plan(name: str) -> None:
     question = ask(PlanOptions(model="llama-3.1-8b", hardware="2x8xH100", placement=["hybrid"], batch=512, samples=4))
     text, chosen = settings_for(PROJECTS[name], question)
     plan = chosen.plan
@@ -49,8 +49,8 @@ def test_settings_say_the_plan_that_was_chosen(name: str) -> None:
         assert (tree["num_generations"], tree["generation_batch_size"]) == (4, 512)
         assert tree["vllm_tensor_parallel_size"] == plan.generation.tp
         return
-    said = options_of(text)
-    wanted = {
+    options = options_of(text)
+    expected = {
         "verl": {"actor_rollout_ref.rollout.tensor_model_parallel_size": engine, "data.train_batch_size": "128",
                  "actor_rollout_ref.rollout.n": "4", "trainer.nnodes": "2", "trainer.n_gpus_per_node": "8",
                  "actor_rollout_ref.rollout.free_cache_engine": "True"},
@@ -61,10 +61,10 @@ def test_settings_say_the_plan_that_was_chosen(name: str) -> None:
         "vllm": {"--tensor-parallel-size": engine, "--enable-sleep-mode": "", "--max-model-len": "3072"},
         "sglang": {"--tp-size": engine, "--enable-memory-saver": "", "--context-length": "3072"},
     }[name]  # fmt: skip
-    assert wanted.items() <= said.items()
+    assert expected.items() <= options.items()
 
 
-def test_pools_apart_are_said_in_devices() -> None:
+def test_settings_of_disaggregated_pools_list_their_devices() -> None:
     words = ("--model", "llama-3.1-8b", "--hardware", "2x8xH100", "--placement", "async", "--settings")
     verl = options_of(plaudit(*words, "verl").stdout)
     assert verl["rollout.nnodes"] == verl["trainer.nnodes"] == "1"
@@ -75,7 +75,7 @@ def test_pools_apart_are_said_in_devices() -> None:
     assert nemo["cluster"] == {"num_nodes": 2, "gpus_per_node": 8}
 
 
-def test_settings_are_written_and_refused_in_one_line(tmp_path: Path) -> None:
+def test_settings_are_written_to_a_file_and_invalid_ones_rejected(tmp_path: Path) -> None:
     out = tmp_path / "verl.sh"
     assert plaudit(*WORDS, "--settings", "verl", "--out", str(out)).returncode == 0
     assert subprocess.run(["bash", "-n", str(out)]).returncode == 0
@@ -85,7 +85,7 @@ def test_settings_are_written_and_refused_in_one_line(tmp_path: Path) -> None:
         (*WORDS, "--settings", "verl", "--json"): "remove --for, --json",
         ("--model", "llama-3.1-70b", "--hardware", "1x1xH100", "--settings", "verl"): "fits on 1x1xH100 SXM in no plan",
     }
-    for words, told in cases.items():
+    for words, message in cases.items():
         run = plaudit(*words)
         assert run.returncode, words
-        assert told in run.stderr.replace("\n", " "), (words, run.stderr)
+        assert message in run.stderr.replace("\n", " "), (words, run.stderr)

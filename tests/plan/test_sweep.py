@@ -1,4 +1,4 @@
-"""`plaudit plan --sweep nodes` and `--utilisation`: tables whose numbers are those of single plans."""
+"""`plaudit plan --sweep nodes` and `--utilisation`: tables whose numbers match single plans."""
 
 import json
 import subprocess
@@ -17,13 +17,13 @@ def plaudit(*words: str) -> subprocess.CompletedProcess[str]:
     return plaudit_here("plan", *words)
 
 
-def test_a_sweep_has_the_numbers_of_each_plan() -> None:
+def test_a_sweep_has_the_numbers_of_the_single_plans() -> None:
     run = plaudit(*WORDS, "--sweep", "nodes", "--hardware", "2x8xH100", "--compare", "H100,GB200", "--price", "3yr",
                   "--json")  # fmt: skip
     assert run.returncode == 0, run.stderr
     swept = json.loads(run.stdout)
     rows = {row["hardware"]: row for row in swept["any_software"]}
-    # As many devices of each: trays of four in pairs.
+    # The same number of devices of each: trays of four in pairs.
     assert list(rows) == ["1x8xH100 SXM", "2x8xH100 SXM", "2x4xGB200 NVL72", "4x4xGB200 NVL72"]
     alone = json.loads(plaudit(*WORDS, "--hardware", "2x8xH100", "--price", "3yr", "--json").stdout)
     fastest = min(alone["plans"], key=lambda plan: plan["step_seconds"])
@@ -33,7 +33,7 @@ def test_a_sweep_has_the_numbers_of_each_plan() -> None:
     first = rows["1x8xH100 SXM"]
     assert first["efficiency_per_device"] == 1
     assert wide["efficiency_per_device"] == pytest.approx(first["step_seconds"] / wide["step_seconds"] / 2)
-    # What a token costs follows from hours and speed.
+    # The cost of a token follows from the hourly price and the speed.
     tokens = 1024 * 1024
     assert wide["dollars_per_million_tokens"] == pytest.approx(
         wide["dollars_per_hour"] / 3600 * wide["step_seconds"] / tokens * 1e6
@@ -42,7 +42,7 @@ def test_a_sweep_has_the_numbers_of_each_plan() -> None:
     assert f"Cheapest: {cheapest['hardware']}" in swept["headline"]
 
 
-def test_the_sweep_is_a_table_and_says_where_nothing_fits() -> None:
+def test_the_sweep_table_reports_where_nothing_fits() -> None:
     run = plaudit("--model", "llama-3.1-70b", "--placement", "disaggregated", "--sweep", "nodes", "--hardware",
                   "3x8xH100", "--algorithm", "ppo")  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -50,30 +50,30 @@ def test_the_sweep_is_a_table_and_says_where_nothing_fits() -> None:
     assert "per device" in run.stdout
 
 
-def test_partial_load_is_paid_for() -> None:
+def test_cost_per_token_rises_at_partial_load() -> None:
     question = ask(PlanOptions(model="llama-3.1-8b", hardware="1x8xH100", placement=["hybrid"]))
-    loaded = loads(question.answer(), (0.25, 0.5, 1.0))
-    quarter, half, full = loaded.loads
+    by_load = loads(question.answer(), (0.25, 0.5, 1.0))
+    quarter, half, full = by_load.loads
     assert full.training is not None
     assert full.serving is not None
-    (best,) = loaded.trained.values()
+    (best,) = by_load.trained.values()
     assert full.training == best.cost.million_tokens["mid"].value
     assert (quarter.training, half.training) == pytest.approx((4 * full.training, 2 * full.training))
     assert (quarter.serving, half.serving) == pytest.approx((4 * full.serving, 2 * full.serving))
-    (server,) = loaded.served.values()
+    (server,) = by_load.served.values()
     assert full.sequences == pytest.approx(server.most)
-    for load in loaded.loads:
+    for load in by_load.loads:
         assert server.tokens_per_second(load.sequences) == pytest.approx(load.tokens_per_second)
-    # Steps with fewer sequences are shorter, so that a quarter of the rate takes less than a quarter of them.
+    # Steps with fewer sequences are shorter, so that a quarter of the rate needs less than a quarter of the sequences.
     assert quarter.sequences < full.sequences / 4
     assert quarter.token_seconds < half.token_seconds < full.token_seconds
-    # By hand: a step gives a token to every sequence, and each token pays its part of reading a prompt.
+    # By hand: a step gives every sequence a token, and each token carries its share of the prefill.
     reading = server.replica.prefill_seconds(512) / 1024
     step = server.replica.step_seconds(server.most, 512 + 512)
     assert full.tokens_per_second == pytest.approx(8 * server.most / (step + server.most * reading))
 
 
-def test_utilisations_as_a_table_and_as_data() -> None:
+def test_utilisation_is_printed_as_a_table_and_as_json() -> None:
     words = (*WORDS, "--hardware", "1x8xH100", "--utilisation", "0.5,1")
     run = plaudit(*words)
     assert run.returncode == 0, run.stderr
@@ -85,7 +85,7 @@ def test_utilisations_as_a_table_and_as_data() -> None:
     assert utilisations("0.2..1.0") == (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-def test_what_a_table_does_not_take() -> None:
+def test_invalid_sweep_and_utilisation_options_are_rejected() -> None:
     cases = {
         ("--utilisation", "0"): "--utilisation 0: expected shares above 0 and up to 1",
         ("--utilisation", "0.5..1.2"): "--utilisation 0.5..1.2: expected shares",
@@ -95,7 +95,7 @@ def test_what_a_table_does_not_take() -> None:
         ("--sweep", "nodes", "--budget", "60/h"): "leave out --budget",
         ("--sweep", "nodes", "--hardware", "1x1xL40S", "--algorithm", "ppo"): "fits on none of L40S",
     }
-    for words, told in cases.items():
+    for words, message in cases.items():
         run = plaudit(*WORDS, *words)
         assert run.returncode, words
-        assert told in run.stderr.replace("\n", " "), (words, run.stderr)
+        assert message in run.stderr.replace("\n", " "), (words, run.stderr)

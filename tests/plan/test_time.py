@@ -21,7 +21,7 @@ def replica(name: str = "llama-3.1-8b", hardware: str = "1x8xH100", tp: int = 1,
     return Replica(ModelShape.named(name), cluster(hardware), GenerationLayout(tp, **more), "bf16", "bf16", FIXED)
 
 
-def test_one_sequence_reads_all_weights_once() -> None:
+def test_a_step_of_one_sequence_reads_all_weights_once() -> None:
     parts = replica().step_parts(1, 1000)
     bandwidth = 3350e9 * FIXED.bandwidth_share
     assert parts["dense weights"] == pytest.approx(2 * LLAMA.active_parameters / bandwidth)
@@ -29,50 +29,50 @@ def test_one_sequence_reads_all_weights_once() -> None:
     assert parts["layers"] == pytest.approx(32 * FIXED.layer_seconds)
 
 
-def test_many_sequences_are_bound_by_products() -> None:
+def test_a_large_batch_is_compute_bound() -> None:
     parts = replica().step_parts(4096, 1)
     assert parts["dense weights"] == pytest.approx(2 * LLAMA.active_parameters * 4096 / (989e12 * FIXED.gemm_share))
 
 
-def test_numbers_of_four_bytes_take_twice_as_long_to_move() -> None:
+def test_fp32_takes_twice_as_long_to_move() -> None:
     wide, narrow = (Replica(LLAMA, cluster("1x8xH100"), GenerationLayout(1), t, t, FIXED) for t in ("fp32", "bf16"))
     for part in ("dense weights", "cache", "activations"):
         assert wide.step_parts(1, 1000)[part] == pytest.approx(2 * narrow.step_parts(1, 1000)[part])
-    moved = {}
+    traffic = {}
     for dtype in ("fp32", "bf16", "fp8"):
         step = Trainer(LLAMA, cluster("1x8xH100"), TrainingLayout(), dtype, FIXED).step(8, 1000)
-        moved[dtype] = next(part.value for part in step.parts if part.name == "traffic")
-    # The logits' part is the same: they are in four bytes whatever the weights are.
+        traffic[dtype] = next(part.value for part in step.parts if part.name == "traffic")
+    # The logits take the same time: they have four bytes for every weight dtype.
     logits = 3 * 8000 * LLAMA.vocab * 8 * FIXED.activation_passes / (3350e9 * FIXED.bandwidth_share)
-    assert moved["fp32"] - logits == pytest.approx(2 * (moved["bf16"] - logits))
-    assert moved["fp8"] == moved["bf16"]
+    assert traffic["fp32"] - logits == pytest.approx(2 * (traffic["bf16"] - logits))
+    assert traffic["fp8"] == traffic["bf16"]
 
 
-def test_a_cache_that_is_gathered_first_crosses_three_times() -> None:
+def test_a_gathered_cache_is_moved_three_times() -> None:
     gathered = Replica(LLAMA, cluster("1x8xH100"), GenerationLayout(1), "bf16", "bf16", Constants(cache_passes=3.0))
     assert gathered.step_parts(4, 1000)["cache"] == pytest.approx(3 * replica().step_parts(4, 1000)["cache"])
 
 
-def test_experts_hit_grow_with_the_batch() -> None:
+def test_the_number_of_active_experts_grows_with_the_batch() -> None:
     few, many = (replica("qwen3-30b-a3b").step_parts(n, 1)["experts"] for n in (1, 100_000))
     one = 48 * 8 * 3 * 2048 * 768 * 2 / (3350e9 * FIXED.bandwidth_share)
     assert few == pytest.approx(one)
     assert many > 15 * few
 
 
-def test_experts_over_nodes_hide_their_exchange_and_have_a_host_each() -> None:
-    """LMSYS published 2785 tokens/s and GPU for DeepSeek-V3 on 72 H100, experts dealt to all, 256 sequences a GPU."""
-    model, fixed = ModelShape.named("deepseek-v3"), Constants()
-    wide = Replica(model, cluster("8x8xH100"), GenerationLayout(1, 1, 64), "fp8", "bf16", fixed)
+def test_wide_expert_parallelism_overlaps_its_exchange_and_has_host_time_per_device() -> None:
+    """LMSYS published 2785 tokens/s per GPU for DeepSeek-V3 on 72 H100, experts over all, 256 sequences per GPU."""
+    model, constants = ModelShape.named("deepseek-v3"), Constants()
+    wide = Replica(model, cluster("8x8xH100"), GenerationLayout(1, 1, 64), "fp8", "bf16", constants)
     parts = wide.step_parts(256 * 64, 2050)
-    assert parts["step"] == pytest.approx(fixed.step_seconds + 256 * 8 * fixed.sequence_seconds)
+    assert parts["step"] == pytest.approx(constants.step_seconds + 256 * 8 * constants.sequence_seconds)
     alone = wide._exchange(256 * 64)
     rest = sum(parts.values()) - parts["communication"]
     assert parts["communication"] == pytest.approx(
         alone - rest
-    )  # the exchange takes longer, and the rest goes on in it
+    )  # the exchange takes longer, and the rest overlaps with it
     assert 256 / sum(parts.values()) == pytest.approx(2785, rel=0.3)
-    assert wide.step_parts(64, 2050)["communication"] == wide._exchange(64)  # a small batch is not worth halving
+    assert wide.step_parts(64, 2050)["communication"] == wide._exchange(64)  # a small batch is not split in two
 
 
 def test_collectives_by_hand() -> None:
@@ -84,28 +84,28 @@ def test_collectives_by_hand() -> None:
     assert Links.of(cluster("1x8xH100"), 1, FIXED).all_reduce(1e9) == 0
 
 
-def test_a_training_step_has_six_flops_for_each_parameter_and_token() -> None:
+def test_a_training_step_takes_six_flops_per_parameter_and_token() -> None:
     one = Trainer(LLAMA, cluster("1x8xH100"), TrainingLayout(dp=8), "bf16", FIXED).step(64, 4096)
     products = next(part for part in one.parts if part.name == "products")
     assert products.value == pytest.approx(6 * LLAMA.active_parameters * 64 * 4096 / 8 / (989e12 * FIXED.gemm_share))
 
 
-def test_our_trainer_makes_its_logits_twice_and_sums_the_head_by_stretches() -> None:
+def test_plaudits_trainer_computes_logits_twice_and_sums_head_gradients_in_chunks() -> None:
     layout = TrainingLayout(zero=0, plain=True, micro_tokens=8192)
     own = Trainer(LLAMA, cluster("1x1xH100"), layout, "bf16", FIXED)
     parts = {part.name: part.value for part in own.step(16, 1024).parts}
     chip, head = own.cluster.accelerator, 128256 * 4096
     products = 2 * 16 * 1024 * head / (chip.bf16 * FIXED.gemm_share)
-    stretches = 2 * 63  # two micro-batches of 8192 tokens, 130 at once
+    stretches = 2 * 63  # two micro-batches of 8192 tokens in chunks of 130
     summed = stretches * head * 12 / (chip.bandwidth * FIXED.bandwidth_share)
     assert parts["head again"] == pytest.approx(products + summed)
     fused = Trainer(LLAMA, own.cluster, TrainingLayout(zero=0, micro_tokens=8192), "bf16", FIXED)
     assert "head again" not in {part.name for part in fused.step(16, 1024).parts}
 
 
-def test_context_parallelism_passes_keys_and_values_around() -> None:
-    """Over the network, of 32 layers, 8,192 tokens of all devices, 2 · 8 · 128 numbers of two bytes; twice in backward.
-    Half of every sequence comes from the other device, and the attention between hides some of it."""
+def test_context_parallelism_passes_keys_and_values_in_a_ring() -> None:
+    """Over the network: 32 layers, 8,192 tokens of all devices, 2 · 8 · 128 numbers of two bytes; backward sends twice.
+    Half of every sequence comes from the other device, and attention hides part of the transfer."""
     far = replace(cluster("2x1xH100"), host_memory=1e12)
     cut = TrainingLayout(cp=2, micro_tokens=8192)
     step = Trainer(LLAMA, far, cut, "bf16", FIXED).step(1, 8192)
@@ -115,9 +115,9 @@ def test_context_parallelism_passes_keys_and_values_around() -> None:
     assert exposed.value == pytest.approx(passed - attention.value)
 
 
-def test_our_trainer_exchanges_tokens_for_heads() -> None:
-    """Of 32 layers and 4,096 tokens of a device: queries and outputs of 32 heads, keys and values of 8, two bytes each;
-    half of them stays, and as much comes back in backward. With 16 devices every key-value head is there twice."""
+def test_plaudits_context_parallelism_exchanges_tokens_for_heads() -> None:
+    """32 layers and 4,096 tokens per device: queries and outputs of 32 heads, keys and values of 8, two bytes each;
+    half of them stays local, and backward sends as much. With 16 devices every key-value head exists twice."""
     near = cluster("1x2xH100")
     cut = TrainingLayout(cp=2, zero=3, micro_tokens=8192, plain=True)
     step = Trainer(LLAMA, near, cut, "bf16", FIXED).step(1, 8192)
@@ -127,9 +127,9 @@ def test_our_trainer_exchanges_tokens_for_heads() -> None:
     assert Trainer(LLAMA, near, replace(cut, cp=16), "bf16", FIXED).key_copies == 2
 
 
-def test_decoding_says_what_it_goes_into() -> None:
-    found = predict("llama-3.1-8b", "1x8xH100", "hybrid")
-    (decode,) = (part for part in found.phase("generation").seconds.parts if part.name == "decode")
+def test_decode_time_is_split_into_parts() -> None:
+    prediction = predict("llama-3.1-8b", "1x8xH100", "hybrid")
+    (decode,) = (part for part in prediction.phase("generation").seconds.parts if part.name == "decode")
     assert {"dense weights", "cache", "layers", "step"} <= {part.name for part in decode.parts}
     assert sum(part.value for part in decode.parts) == pytest.approx(decode.value)
 
@@ -143,7 +143,7 @@ def test_recomputing_costs_a_forward_pass() -> None:
     assert products("full") == pytest.approx(products("none") * 4 / 3)
 
 
-def test_lengths_keep_their_mean_and_their_limit() -> None:
+def test_sampled_lengths_keep_their_mean_and_limit() -> None:
     for mean, longest in ((1019, 3970), (3251, 3992), (100, 100_000)):
         drawn = Lengths(mean, longest, 0.8).quantiles(4000, 4000)
         assert math.fsum(drawn) / 4000 == pytest.approx(mean, rel=0.02)
@@ -151,19 +151,19 @@ def test_lengths_keep_their_mean_and_their_limit() -> None:
         assert drawn == sorted(drawn)
 
 
-def test_140_gigabytes_of_weights() -> None:
+def test_transfer_time_of_140_gigabytes_of_weights() -> None:
     model, chip = ModelShape.named("llama-3.1-70b"), accelerator("H100")
     assert transfer(find("broadcast"), model, chip).value == pytest.approx(0.5 + 723 * 1e-4 + 141.1e9 / 15e9, rel=0.01)
     assert transfer(find("reshard"), model, chip).value < 10 < transfer(find("disk"), model, chip).value
     assert transfer(find("shared"), model, chip).value == 0
 
 
-def test_weights_are_cast_by_all_who_hold_them() -> None:
-    """Kimi-K2 from bf16 on 256 H200 to fp8 on 128: 1.3 s was published, over a link of every device."""
-    given = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 256}
+def test_weights_are_cast_by_every_device_that_has_them() -> None:
+    """Kimi-K2 from bf16 on 256 H200 to fp8 on 128: the published time is 1.3 s, with a link per device."""
+    options = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 256}
     sent = {
         channel: predict("kimi-k2", "32x8xH200", "async", generation_hardware="16x8xH200", generation_dtype="fp8",
-                         channel=channel, **given).phase("weights").seconds
+                         channel=channel, **options).phase("weights").seconds
         for channel in ("rdma", "reshard", "broadcast")
     }  # fmt: skip
     cast = {name: next(part.value for part in term.parts if part.name == "cast") for name, term in sent.items()}
@@ -172,11 +172,16 @@ def test_weights_are_cast_by_all_who_hold_them() -> None:
     assert sent["reshard"].value < 15
 
 
-def test_fp8_rollouts_do_not_double_a_step() -> None:
-    given = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 512}
+def test_fp8_rollouts_shorten_a_step() -> None:
+    options = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 512}
     plain, narrow = (
         predict(
-            "deepseek-v3", "32x8xH100", "disaggregated", generation_hardware="32x8xH100", generation_dtype=kind, **given
+            "deepseek-v3",
+            "32x8xH100",
+            "disaggregated",
+            generation_hardware="32x8xH100",
+            generation_dtype=kind,
+            **options,
         )
         for kind in ("bf16", "fp8")
     )

@@ -1,4 +1,4 @@
-"""The shipped constants against the published measurements in the repository: no change may make them worse."""
+"""The shipped constants against the published measurements in the repository; a change must not make them worse."""
 
 import csv
 import importlib
@@ -44,7 +44,7 @@ verl,Qwen3-8B,H100,8,async 4:9,512,1024,256,step_time,40,s,,,bf16
 """Published measurements that the constants have not seen, with columns missing, and rows that say too little."""
 
 
-def test_a_file_of_other_rows_is_predicted_or_told_why_not(tmp_path: Path) -> None:
+def test_rows_of_another_file_are_predicted_or_rejected_with_a_reason(tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
     own.write_text(OTHERS)
     run = subprocess.run(
@@ -55,25 +55,25 @@ def test_a_file_of_other_rows_is_predicted_or_told_why_not(tmp_path: Path) -> No
     assert "with the constants of the package" in run.stdout
     assert re.search(r"TPOT, experts.* 4 ", run.stdout)
     assert "MISSED" not in run.stdout, run.stdout
-    for why in ("no shape known for 'Nope-9B'", "unknown accelerator 'Z80'", "nothing about 'smell'", "value = ''"):
-        assert why in run.stdout
+    for reason in ("no shape known for 'Nope-9B'", "unknown accelerator 'Z80'", "nothing about 'smell'", "value = ''"):
+        assert reason in run.stdout
     assert "a response of 1 tokens has no time between tokens" in run.stdout
     assert "4 + 9 devices are more than the 8 there are" in run.stdout
 
 
-def test_a_training_run_without_a_cut_is_planned_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_run_without_a_layout_is_predicted_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     row, rows = importlib.import_module("planner.row"), importlib.import_module("planner.rows")
-    said = {"system": "s", "model": "llama-3.1-8b", "gpu": "H100", "n_gpus": "8", "architecture": "train only",
+    fields = {"system": "s", "model": "llama-3.1-8b", "gpu": "H100", "n_gpus": "8", "architecture": "train only",
             "response_len": "8192", "batch": "16", "metric": "train_throughput", "value": "9000"}  # fmt: skip
-    found = rows.answer(row.whole(said), Constants())
-    assert found.target == ""
-    assert 4000 < found.predicted < 14000
+    answer = rows.answer(row.whole(fields), Constants())
+    assert answer.target == ""
+    assert 4000 < answer.predicted < 14000
     with pytest.raises(row.Unplannable, match=r"none fits for llama-3.1-405b on 1x8xH100"):
-        rows.answer(row.whole({**said, "model": "llama-3.1-405b"}), Constants())
+        rows.answer(row.whole({**fields, "model": "llama-3.1-405b"}), Constants())
 
 
-def test_no_row_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_rows_raise_only_unplannable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     row, rows = importlib.import_module("planner.row"), importlib.import_module("planner.rows")
     with (ROOT / "benchmarks/data/validation.csv").open(newline="") as file:
@@ -104,9 +104,9 @@ def test_no_row_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in rng.sample([name for name in row.COLUMNS if name != "metric"], 3):
             changed[name] = rng.choice(junk)
         try:
-            found = rows.answer(changed, fixed)
+            answer = rows.answer(changed, fixed)
         except row.Unplannable:
             continue
         planned += 1
-        assert found.predicted >= 0
+        assert answer.predicted >= 0
     assert planned > 100

@@ -1,4 +1,4 @@
-"""A child that does what its socket says: for tests of how children start and end."""
+"""A child that runs the commands it reads from its socket, for tests of how children start and end."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from plaudit.process import guard
 from plaudit.process.guard import Guard, children, is_stopped
 
 LIMIT = 20.0
-# Holds the GIL for as long as it lives, as a library may for minutes.
+# Holds the GIL until it is killed, as a library may for minutes.
 BUSY = "print(flush=True); import re; re.match(r'(a+)+$', 'a' * 64 + 'b')"
 ASLEEP = "print(flush=True); import time; time.sleep(600)"
 GUARDED = (
@@ -38,44 +38,44 @@ def start() -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
         process.communicate()
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_the_stopped_one_is_ended_and_the_busy_one_is_not(
+def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
     start: Callable[[str], "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(guard, "STOPPED_SECONDS", 0.2)
-    busy, stopped, back = start(BUSY), start(ASLEEP), start(ASLEEP)
-    for process in (busy, stopped, back):
+    busy, stopped, continued = start(BUSY), start(ASLEEP), start(ASLEEP)
+    for process in (busy, stopped, continued):
         assert process.stdout is not None
         process.stdout.readline()
-    pids = [busy.pid, stopped.pid, back.pid]
+    pids = [busy.pid, stopped.pid, continued.pid]
     assert set(pids) <= set(children())
-    for process in (stopped, back):
+    for process in (stopped, continued):
         process.send_signal(signal.SIGSTOP)
-    until(lambda: is_stopped(stopped.pid) and is_stopped(back.pid))
-    looks = Guard()
-    assert looks.end_stopped(pids) == []
-    back.send_signal(signal.SIGCONT)
-    until(lambda: not is_stopped(back.pid))
-    ended: list[int] = []
-    until(lambda: bool(ended.extend(looks.end_stopped(pids)) or ended))
-    assert ended == [stopped.pid]
+    until(lambda: is_stopped(stopped.pid) and is_stopped(continued.pid))
+    watcher = Guard()
+    assert watcher.end_stopped(pids) == []
+    continued.send_signal(signal.SIGCONT)
+    until(lambda: not is_stopped(continued.pid))
+    killed: list[int] = []
+    until(lambda: bool(killed.extend(watcher.end_stopped(pids)) or killed))
+    assert killed == [stopped.pid]
     assert stopped.wait(LIMIT) == -signal.SIGKILL
     assert busy.poll() is None
-    assert back.poll() is None
+    assert continued.poll() is None
 
 
-def test_a_guard_ends_with_its_process(start: Callable[[str], "subprocess.Popen[str]"]) -> None:
+def test_a_guard_exits_with_its_process(start: Callable[[str], "subprocess.Popen[str]"]) -> None:
     process = start(f"{GUARDED} {ASLEEP}")
     assert process.stdout is not None
-    beside = psutil.Process(int(process.stdout.readline()))
-    assert beside.is_running()
+    guard_process = psutil.Process(int(process.stdout.readline()))
+    assert guard_process.is_running()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    until(lambda: not beside.is_running() or beside.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not guard_process.is_running() or guard_process.status() == psutil.STATUS_ZOMBIE)

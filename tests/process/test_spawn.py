@@ -1,4 +1,4 @@
-"""Children of a warm process: they start like a new process, and end with the process that requested them."""
+"""Children forked from a warm process start like a new process and end with the process that requested them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(sock: socket.socket, *words: Any) -> Any:
     return json.loads(sock.makefile().readline() or "null")
 
 
-def until_gone(pid: int) -> None:
+def wait_until_ended(pid: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and psutil.pid_exists(pid):
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -42,8 +42,10 @@ def until_gone(pid: int) -> None:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_child_begins_as_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started()[1].close()  # the nursery finds this package from where it began
+def test_each_child_has_its_own_pid_environment_and_random_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started()[1].close()  # the nursery imports this package from the directory it started in
     monkeypatch.chdir(tmp_path)
     (first, a), (second, b) = started(OWN="a"), started(OWN="b")
     with a, b:
@@ -60,7 +62,7 @@ def test_a_child_begins_as_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("words", "code"), [(("exit", 0), 0), (("exit", 7), 7), (("exit", "why"), 1), (("raise",), 1)])
-def test_exit_codes(words: tuple[Any, ...], code: int) -> None:
+def test_wait_returns_the_exit_code(words: tuple[Any, ...], code: int) -> None:
     child, sock = started()
     with sock:
         assert ask(sock, *words) is None
@@ -68,7 +70,7 @@ def test_exit_codes(words: tuple[Any, ...], code: int) -> None:
     assert child.poll() == code
 
 
-def test_a_child_that_is_killed_says_by_what() -> None:
+def test_a_killed_child_reports_its_signal() -> None:
     child, sock = started()
     with sock:
         ask(sock, "facts")
@@ -77,10 +79,10 @@ def test_a_child_that_is_killed_says_by_what() -> None:
             child.wait(0.01)
         child.kill()
         assert child.wait(60) == -signal.SIGKILL
-        child.kill()  # of one that is gone: nothing
+        child.kill()  # killing an ended child does nothing
 
 
-def test_a_child_is_killed_while_another_thread_waits_for_it() -> None:
+def test_a_child_can_be_killed_while_another_thread_waits_for_it() -> None:
     child, sock = started()
     with sock, ThreadPoolExecutor(1) as threads:
         ask(sock, "facts")
@@ -90,7 +92,7 @@ def test_a_child_is_killed_while_another_thread_waits_for_it() -> None:
         assert ended.result(60) == -signal.SIGKILL
 
 
-def test_a_killed_nursery_is_replaced_and_its_children_live_on() -> None:
+def test_a_killed_nursery_is_replaced_and_its_children_keep_running() -> None:
     child, sock = started()
     with sock:
         ask(sock, "facts")
@@ -104,15 +106,15 @@ def test_a_killed_nursery_is_replaced_and_its_children_live_on() -> None:
         assert child.wait(60) == -signal.SIGKILL
 
 
-def test_a_childs_child_comes_from_the_same_nursery_and_ends_with_it() -> None:
+def test_a_grandchild_comes_from_the_same_nursery_and_ends_with_the_child() -> None:
     child, sock = started()
     with sock:
         pid = ask(sock, "child")
         assert psutil.Process(pid).ppid() == psutil.Process(child.pid).ppid()
-        os.kill(pid, signal.SIGSTOP)  # a stopped one too
+        os.kill(pid, signal.SIGSTOP)  # a stopped process ends too
         child.kill()
         assert child.wait(60) == -signal.SIGKILL
-    until_gone(pid)
+    wait_until_ended(pid)
 
 
 CODE = """
@@ -126,16 +128,16 @@ time.sleep(600)
 """
 
 
-def test_children_end_with_the_process_that_wanted_them() -> None:
+def test_children_end_with_the_process_that_started_them() -> None:
     with subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
         process.kill()
-    until_gone(pid)
+    wait_until_ended(pid)
 
 
-def test_other_settings_of_libraries_are_another_nursery() -> None:
+def test_different_library_settings_use_another_nursery() -> None:
     child, sock = started(OMP_NUM_THREADS="3")
     with sock:
         ask(sock, "facts")
@@ -147,18 +149,18 @@ def test_other_settings_of_libraries_are_another_nursery() -> None:
     assert (child.wait(60), other.wait(60)) == (0, 0)
 
 
-def test_a_module_that_is_not_there_ends_the_child_alone() -> None:
+def test_a_missing_module_ends_only_the_child() -> None:
     child, sock = spawn.spawn("tests.process.nobody")
     with sock:
         assert child.wait(60) == 1
     assert nursery.parent is None, "this process was not forked"
 
 
-def test_a_child_that_nobody_waits_for_any_more_ends() -> None:
-    """As of a server that is stopped while its worker starts: neither process nor socket is left."""
+def test_a_child_whose_start_is_cancelled_is_killed() -> None:
+    """As when a server is stopped while its worker starts: neither process nor socket is left."""
     children: list[tuple[Child, socket.socket]] = []
 
-    async def give_up() -> None:
+    async def cancel_start() -> None:
         task = asyncio.create_task(spawn.spawn_soon("tests.process.child", {}))
         await asyncio.sleep(0)
         task.cancel()
@@ -168,14 +170,14 @@ def test_a_child_that_nobody_waits_for_any_more_ends() -> None:
         while (not children or children[0][0].poll() is None) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def remember(module: str, environment: dict[str, str]) -> tuple[Child, socket.socket]:
+    def record_child(module: str, environment: dict[str, str]) -> tuple[Child, socket.socket]:
         children.append(start(module, environment))
         return children[-1]
 
     start = spawn.spawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spawn, "spawn", remember)
-        asyncio.run(give_up())
+        patch.setattr(spawn, "spawn", record_child)
+        asyncio.run(cancel_start())
     child, sock = children[0]
     assert child.poll() == -signal.SIGKILL
     assert sock.fileno() == -1, "it is closed"

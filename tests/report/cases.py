@@ -1,5 +1,5 @@
-"""Runs made to show each diagnosis of the report, and runs that come near it and must not: what `docs/diagnoses.py` and
-the tests count. Every case is told at two lengths, with little and with much noise, from several seeds."""
+"""Synthetic runs for each diagnosis of the report: runs that show the problem, and similar ones that do not.
+`docs/diagnoses.py` and the tests count the results. Every case has two lengths, two noise levels and several seeds."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def spike(height: float) -> Shape:
 
 
 def gamed(x: float) -> float:
-    """From the middle of the run on, within a twelfth of it."""
+    """Rises from 0 to 1 within a twelfth of the run, starting at its middle."""
     return min(1.0, max(0.0, 12 * (x - 0.5)))
 
 
 class Case(NamedTuple):
-    """shown, near   what is otherwise than in a healthy run, in metrics with __ for /
-    make          what else is done to a run; is told whether it is to show the diagnosis
+    """shown, near   metrics that differ from a healthy run, with __ for /, in runs with and without the problem
+    make          further changes to a run; its second argument is whether the run has the problem
     """
 
     name: str
@@ -76,7 +76,7 @@ def _evaluated(run: History, shows: bool) -> History:
 
 
 def _truth(run: History, shows: bool) -> History:
-    """By the recipe's [truth]: eight evaluations, and no truth from a world."""
+    """Truth from the recipe's [truth] table: eight evaluations, and no truth from a world."""
     curves = {name: curve for name, curve in run.curves.items() if name != "accuracy"}
     places = [len(curves["reward/mean"]) * eighth // 8 - 1 for eighth in range(1, 9)]
     for name in ("heldout/truth", "heldout/truth_se", "heldout/reward"):
@@ -168,8 +168,8 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """shown, hits   runs made to show a diagnosis, and those in which it is told
-    quiet, false   runs that must not show it, those near it and the healthy ones, and those in which it is told"""
+    """shown, hits   runs with the problem, and those of them with the diagnosis
+    quiet, false   runs without it (similar and healthy ones), and those of them with the diagnosis"""
 
     shown: int = 0
     hits: int = 0
@@ -181,20 +181,20 @@ class Count:
 
 
 def counts() -> dict[str, Count]:
-    """Of every diagnosis that is told as bad or to be watched."""
-    found: dict[str, Count] = {}
-    healthy = [told(run) for shapes in CONTROLS.values() for run in _runs(shapes, {}, range(10))]
+    """The counts of every diagnosis of severity bad or watch."""
+    by_rule: dict[str, Count] = {}
+    healthy = [reported(run) for shapes in CONTROLS.values() for run in _runs(shapes, {}, range(10))]
     for case in CASES:
-        shown = [told(case.make(run, True)) for run in _runs(case.base, case.shown)]
-        near = [told(case.make(run, False)) for run in _runs(case.base, case.near)]
+        shown = [reported(case.make(run, True)) for run in _runs(case.base, case.shown)]
+        near = [reported(case.make(run, False)) for run in _runs(case.base, case.near)]
         hits, false = (sum(case.name in names for names in runs) for runs in (shown, near))
-        found[case.name] = found.get(case.name, Count()) + Count(len(shown), hits, len(near), false)
-    for name, count in found.items():
-        found[name] = count + Count(quiet=len(healthy), false=sum(name in names for names in healthy))
-    return found
+        by_rule[case.name] = by_rule.get(case.name, Count()) + Count(len(shown), hits, len(near), false)
+    for name, count in by_rule.items():
+        by_rule[name] = count + Count(quiet=len(healthy), false=sum(name in names for names in healthy))
+    return by_rule
 
 
-def told(run: History) -> set[str]:
+def reported(run: History) -> set[str]:
     return {finding.rule for finding in diagnose(run) if finding.severity != "fine"}
 
 
@@ -204,7 +204,7 @@ def _runs(shapes: Mapping[str, Shape], changed: Mapping[str, Shape], seeds: rang
 
 
 def table() -> str:
-    """For docs/report.md."""
+    """The table in docs/report.md."""
     lines = ["| diagnosis | told where it should be | told where it should not |", "| --- | --- | --- |"]
     for name, count in counts().items():
         lines.append(f"| {name} | {_rate(count.hits, count.shown)} | {_rate(count.false, count.quiet)} |")

@@ -1,4 +1,4 @@
-"""The event log of a made-up run against rewards: what a real one writes, with curves that are known beforehand."""
+"""The event log of a synthetic RL run: the events of a real run, with predefined curves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plaudit.events import END, EventLog
 from plaudit.report.curve import Curve
 from plaudit.report.history import History
 
-Shape = Callable[[float], float]  # of the share of the run that is over
+Shape = Callable[[float], float]  # a function of the completed share of the run
 
 HOSTILE = "</script><img src=x onerror=\"document.title='run'\"><!--<script>\u2028&lt;b&gt;"
 
-# A healthy run of GRPO: the reward and the truth rise together, everything else is calm.
+# A healthy GRPO run: reward and truth rise together, everything else is stable.
 HEALTHY: Mapping[str, Shape] = {
     "reward/mean": lambda x: 0.3 + 0.45 * x,
     "reward/std": lambda x: 0.45 - 0.1 * x,
@@ -66,13 +66,13 @@ HEALTHY: Mapping[str, Shape] = {
     "progress/samples": lambda x: 6400 * x,
     "progress/prompts": lambda x: 800 * x,
 }
-# Figures that are known exactly and carry no noise.
+# Metrics that are exact and get no noise.
 EXACT = (
     "policy/loss", "policy/ratio", "policy/clip", "policy/kl_old", "policy/lr", "policy/updates", "lr", "reward/errors",
     "reward/min", "reward/max", "rollout/", "length/aborted", "progress/", "kl/coef", "advantage/mean",
 )  # fmt: skip
 
-# What tells a reward that is being gamed.
+# Metrics that reveal reward hacking.
 HONEST: Mapping[str, Shape] = {
     "reward/length_correlation": lambda x: 0.15,
     "response/repetition": lambda x: 0.06,
@@ -109,7 +109,7 @@ def values_at(
 def history(
     shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, noise: float = 0.03, **changed: Shape
 ) -> History:
-    """A run as the rules see it. Names of `changed` have __ for /."""
+    """A run as the rules get it. Names in `changed` have __ for /."""
     shapes = {**shapes, **{name.replace("__", "/"): shape for name, shape in changed.items()}}
     chance = random.Random(seed)
     rows = [values_at(shapes, step / steps, chance, noise) for step in range(1, steps + 1)]
@@ -121,7 +121,7 @@ def write_run(
     directory: Path, shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, total: int | None = None,
     algorithm: str = "grpo",
 ) -> Path:  # fmt: skip
-    """The event log of such a run in this directory: metrics, held-out figures, spans, memory and samples."""
+    """Writes the event log of such a run to the directory: metrics, held-out metrics, spans, memory and samples."""
     directory.mkdir(parents=True, exist_ok=True)
     log = EventLog(directory)
     log.write("plan", task="rl", algorithm=algorithm, steps=total or steps, clip_norm=1.0)
@@ -145,7 +145,7 @@ def write_run(
 
 
 def write_examples(directory: Path, task: str, steps: int, figure: str) -> Path:
-    """The event log of a run on examples: the loss of every step, two evaluations."""
+    """Writes the event log of a supervised run: the loss of every step and two evaluations."""
     directory.mkdir(parents=True)
     log = EventLog(directory)
     log.write("plan", task=task, steps=steps, clip_norm=1.0)
@@ -175,7 +175,7 @@ def memory_of(phase: str, step: int) -> dict[str, int]:
 
 
 def write_sample(log: EventLog, step: int, index: int, chance: random.Random) -> None:
-    """Sample 3 of the first step is hostile, and sample 2 of every step could not be scored."""
+    """Sample 3 of the first step contains hostile text, and sample 2 of every step has a scoring error."""
     tokens = ["7", "+", "8", "=", "15", ";", "15", "+", "4", "=", "19", ";", "#", "19", "\n", "<|end|>"]
     if step == 1 and index == 3:
         tokens = [HOSTILE, " and ", "\u2028", "more\n", "<b>bold</b>"]

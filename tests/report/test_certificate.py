@@ -25,7 +25,7 @@ def made(directory: Path, *, apart: float, hashed: bool = True) -> Path:
     return directory
 
 
-def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> None:
+def test_the_report_shows_hashes_agreement_and_the_verify_result(tmp_path: Path) -> None:
     run = made(tmp_path / "run", apart=0.0)
     line = "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner bit-identical in every step"
     assert read_history(run).proof == [line]
@@ -35,14 +35,14 @@ def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> No
     assert history.proof[1].endswith(": equal to the bit: step 2, recomputed from the start")
     console = Console(record=True, width=200, file=io.StringIO())
     print_report([history], console)
-    shown = console.export_text()
+    output = console.export_text()
     page = render_page([history])
-    assert all(sentence in shown and sentence in page for sentence in history.proof)
+    assert all(sentence in output and sentence in page for sentence in history.proof)
 
 
-def test_what_differs_is_said_with_its_size_and_what_is_missing_is_left_out(tmp_path: Path) -> None:
-    (words,) = read_history(made(tmp_path / "cpu", apart=1e-7)).proof
-    assert words.endswith("log-probs of engine and learner differ by at most 2.0e-07 per token")
+def test_differences_are_quantified_and_missing_proofs_are_left_out(tmp_path: Path) -> None:
+    (line,) = read_history(made(tmp_path / "cpu", apart=1e-7)).proof
+    assert line.endswith("log-probs of engine and learner differ by at most 2.0e-07 per token")
     bare = made(tmp_path / "bare", apart=0.0, hashed=False)
     assert not read_history(bare).proof
     (bare / VERIFIED).write_text("{")

@@ -10,7 +10,7 @@ def curve(*values: float) -> Curve:
     return Curve(tuple(range(1, len(values) + 1)), values)
 
 
-def test_parts_of_a_run() -> None:
+def test_early_middle_and_late_means() -> None:
     line = curve(*range(40))
     assert line.early() == pytest.approx(3.5)
     assert line.middle() == pytest.approx(14.5)
@@ -19,7 +19,7 @@ def test_parts_of_a_run() -> None:
     assert math.isnan(curve().late())
 
 
-def test_noise_is_of_the_size_of_chance_and_does_not_see_a_trend() -> None:
+def test_noise_estimate_matches_the_noise_and_ignores_a_trend() -> None:
     chance = random.Random(0)
     noisy = [chance.gauss(0, 1) for _ in range(400)]
     flat, rising = curve(*noisy), curve(*(value + 0.1 * i for i, value in enumerate(noisy)))
@@ -28,7 +28,7 @@ def test_noise_is_of_the_size_of_chance_and_does_not_see_a_trend() -> None:
     assert curve(1.0, 2.0).noise() == math.inf
 
 
-def test_a_thin_curve_keeps_ends_and_spikes() -> None:
+def test_thinning_keeps_ends_and_spikes() -> None:
     values = [0.0] * 10_000
     values[4321], values[7777], values[5000] = 9.0, -9.0, math.nan
     thin = curve(*values).thinned(400)
@@ -40,7 +40,7 @@ def test_a_thin_curve_keeps_ends_and_spikes() -> None:
     assert len(curve(*[math.nan] * 1000).thinned(100)) <= 100
 
 
-def test_first_step_that_is_not_finite() -> None:
+def test_first_step_with_a_non_finite_value() -> None:
     assert curve(1.0, math.inf, math.nan).first_not_finite == 2
     assert curve(1.0).first_not_finite is None
     assert curve(1.0, 5.0, math.nan).near(3) == 5.0

@@ -1,4 +1,4 @@
-"""Each rule on synthetic runs: it reports a problem with the numbers where it should, and none where it should not."""
+"""Each rule on synthetic runs: it reports a problem with its numbers if there is one, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def flat(value: float) -> Shape:
     return lambda x: value
 
 
-def spoken(run: History, severity: str) -> dict[str, str]:
-    return {found.rule: f"{found.says} {found.cure}" for found in diagnose(run) if found.severity == severity}
+def reported(run: History, severity: str) -> dict[str, str]:
+    return {finding.rule: f"{finding.says} {finding.cure}" for finding in diagnose(run) if finding.severity == severity}
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("shapes", [HEALTHY, EVERYTHING], ids=["grpo", "ppo"])
-def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int) -> None:
+def test_a_healthy_run_has_a_healthy_verdict(shapes: dict[str, Shape], seed: int) -> None:
     run = history(shapes, seed=seed)
     findings = diagnose(run)
-    assert {found.severity for found in findings} == {"fine"}
+    assert {finding.severity for finding in findings} == {"fine"}
     assert len(findings) >= 18
-    severity, told = verdict(run, findings)
+    severity, sentence = verdict(run, findings)
     assert severity == "fine"
-    assert told.startswith("Healthy. Reward 0.3")
-    assert told.endswith("over 120 steps.")
+    assert sentence.startswith("Healthy. Reward 0.3")
+    assert sentence.endswith("over 120 steps.")
 
 
 @pytest.mark.parametrize(
@@ -93,37 +93,39 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("watch", "mismatch", "versions old", {"mismatch__abs_mean": flat(0.05), "staleness__mean": flat(1.5)}),
     ],
 )  # fmt: skip
-def test_a_rule_speaks(severity: str, rule: str, words: str, changed: dict[str, Shape]) -> None:
+def test_a_rule_reports_its_problem_with_the_numbers(
+    severity: str, rule: str, words: str, changed: dict[str, Shape]
+) -> None:
     run = history(**changed)
-    # A bound is what the recipe says, not something measured.
+    # Bounds and update counts are settings, so they get no noise.
     run = replace(run, curves={name: exact(curve) if "bound" in name or "updates" in name else curve
                                for name, curve in run.curves.items()})  # fmt: skip
-    said = spoken(run, severity)
-    assert rule in said, [(found.severity, found.rule) for found in diagnose(run)]
-    assert words in said[rule]
+    findings = reported(run, severity)
+    assert rule in findings, [(finding.severity, finding.rule) for finding in diagnose(run)]
+    assert words in findings[rule]
     if severity != "fine":
-        assert rule not in spoken(history(EVERYTHING), severity)
+        assert rule not in reported(history(EVERYTHING), severity)
         assert verdict(run, diagnose(run))[0] in ("bad", severity)
 
 
-# Equal rewards within groups: what helps depends on how good the samples are
+# Equal rewards within groups: the suggested fix depends on how good the samples are
 
 
-def test_equal_groups_matter_where_responses_are_compared_within_them() -> None:
-    """PPO's critic and REINFORCE's returns give a gradient whatever the others of a group got."""
+def test_equal_rewards_within_groups_matter_only_for_group_baselines() -> None:
+    """PPO's critic and REINFORCE's returns give a gradient independently of the other samples in a group."""
     equal = history(HEALTHY, reward__zero_std_groups=flat(0.9))
     rule = "equal rewards within groups"
-    assert rule in spoken(equal, "bad")
-    assert rule in spoken(replace(equal, grouped=True), "bad")
-    assert rule not in spoken(replace(equal, grouped=False), "bad")
-    assert rule not in spoken(history({**HEALTHY, **CRITIC}, reward__zero_std_groups=flat(0.9)), "bad")
+    assert rule in reported(equal, "bad")
+    assert rule in reported(replace(equal, grouped=True), "bad")
+    assert rule not in reported(replace(equal, grouped=False), "bad")
+    assert rule not in reported(history({**HEALTHY, **CRITIC}, reward__zero_std_groups=flat(0.9)), "bad")
 
 
 EQUAL = {"reward__zero_std_groups": flat(0.9)}
 
 
 def equal_cure(run: History) -> str:
-    return next(found.cure for found in diagnose(run) if found.rule == "equal rewards within groups")
+    return next(finding.cure for finding in diagnose(run) if finding.rule == "equal rewards within groups")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def equal_cure(run: History) -> str:
     [(0.05, "easier", "harder"), (0.2, "easier", "harder"), (0.75, "harder", "easier"), (0.97, "harder", "easier")],
 )
 @pytest.mark.parametrize("known", ["answers", "rewards"])
-def test_equal_rewards_want_easier_prompts_where_they_are_low_and_harder_ones_where_they_are_high(
+def test_equal_low_rewards_suggest_easier_and_equal_high_rewards_harder_prompts(
     level: float, helps: str, hurts: str, known: str
 ) -> None:
     run = history(**EQUAL, reward__mean=flat(level), accuracy=flat(level))
@@ -143,62 +145,62 @@ def test_equal_rewards_want_easier_prompts_where_they_are_low_and_harder_ones_wh
         assert "more samples per prompt" in equal_cure(run)
 
 
-def test_equal_rewards_in_the_middle_want_neither() -> None:
+def test_equal_medium_rewards_suggest_dynamic_sampling() -> None:
     cure = equal_cure(history(**EQUAL, accuracy=flat(0.5)))
     assert "dynamic sampling" in cure
     assert "harder" not in cure
     assert "easier" not in cure
-    # Of a reward of its own scale the place between its ends counts.
+    # With another reward scale, the position between minimum and maximum counts.
     scaled = history(**EQUAL, reward__min=flat(-4), reward__max=flat(4), reward__mean=flat(-3.5))
     scaled = replace(scaled, curves={name: curve for name, curve in scaled.curves.items() if name != "accuracy"})
     assert "easier" in equal_cure(scaled)
 
 
-def test_a_greatest_reward_that_is_low_is_no_ceiling() -> None:
+def test_a_low_maximum_reward_is_not_reported_as_saturated() -> None:
     low = {"reward__mean": flat(0.2), "reward__max": flat(0.2), "reward__min": flat(0.0)}
     run = history(**low, accuracy=flat(0.1))
-    said = spoken(run, "watch")
-    assert "easier prompts" in said["the same low reward for all"]
-    assert not [words for words in said.values() if "harder prompts" in words]
+    findings = reported(run, "watch")
+    assert "easier prompts" in findings["the same low reward for all"]
+    assert not [words for words in findings.values() if "harder prompts" in words]
     unknown = replace(run, curves={name: curve for name, curve in run.curves.items() if name != "accuracy"})
-    assert "the same low reward for all" in spoken(unknown, "watch")
-    assert "the same low reward for all" not in spoken(history(reward__mean=flat(0.99), accuracy=flat(0.99)), "watch")
+    assert "the same low reward for all" in reported(unknown, "watch")
+    assert "the same low reward for all" not in reported(history(reward__mean=flat(0.99), accuracy=flat(0.99)), "watch")
 
 
-# Clipping is advised where it is not on
+# Gradient clipping is suggested where it has no effect yet
 
 
-def test_clipping_is_advised_only_where_the_norm_is_above_what_is_usual() -> None:
+def test_a_lower_clip_norm_is_suggested_only_above_the_usual_gradient_norm() -> None:
     spike = history(policy__grad_norm=lambda x: 50.0 if abs(x - 0.5) < 1e-9 else 0.5)
-    clipped = spoken(replace(spike, clip_norm=1.0), "watch")["a spike of the gradient"]
+    clipped = reported(replace(spike, clip_norm=1.0), "watch")["a spike of the gradient"]
     assert "was clipped to train.clip_norm = 1." in clipped
     assert "lower train.lr." in clipped
-    loose = spoken(replace(spike, clip_norm=100.0), "watch")["a spike of the gradient"]
+    loose = reported(replace(spike, clip_norm=100.0), "watch")["a spike of the gradient"]
     assert "was clipped" not in loose
     assert "lower train.lr or train.clip_norm (100; the gradient norm is usually 0.499)" in loose
     grows = history(policy__grad_norm=lambda x: 0.5 * math.exp(6 * x))
-    assert "clip" not in spoken(replace(grows, clip_norm=1.0), "bad")["exploding gradient"]
-    assert "train.clip_norm (500" in spoken(replace(grows, clip_norm=500.0), "bad")["exploding gradient"]
+    assert "clip" not in reported(replace(grows, clip_norm=1.0), "bad")["exploding gradient"]
+    assert "train.clip_norm (500" in reported(replace(grows, clip_norm=500.0), "bad")["exploding gradient"]
     broken = history(policy__loss=lambda x: math.nan if x > 0.5 else 0.0)
-    assert "clip" not in spoken(replace(broken, clip_norm=1.0), "bad")["a number that is none"]
+    assert "clip" not in reported(replace(broken, clip_norm=1.0), "bad")["a number that is none"]
 
 
-def test_nothing_clipped_is_explained_by_one_update_only_where_there_is_one() -> None:
-    assert "with one update per batch" in spoken(history(), "fine")["clipping"]
+def test_one_update_per_batch_explains_zero_clipping_only_if_there_is_one() -> None:
+    assert "with one update per batch" in reported(history(), "fine")["clipping"]
     several = history(policy__updates=flat(4), policy__kl_old=flat(1e-3))
-    assert "one update" not in spoken(several, "fine")["clipping"]
+    assert "one update" not in reported(several, "fine")["clipping"]
 
 
-# Whether a run is over
+# Finished and unfinished runs
 
 
-def test_a_finished_run_is_not_said_to_be_running(tmp_path: Path) -> None:
+def test_the_verdict_distinguishes_finished_and_unfinished_runs(tmp_path: Path) -> None:
     cut = {**HEALTHY, "length/truncated": flat(0.2)}
     over = read_history(write_run(tmp_path / "over", cut, steps=40))
     assert verdict(over, diagnose(over))[1].startswith("Finished, with 1 thing to watch: cut-off samples.")
     stopped = read_history(write_run(tmp_path / "stopped", cut, steps=40, total=90))
     assert verdict(stopped, diagnose(stopped))[1].startswith("At step 40 of 90, with 1 thing to watch")
-    log = EventLog(tmp_path / "over")  # it is taken up again
+    log = EventLog(tmp_path / "over")  # the run is resumed
     log.note(RESUME, step=40)
     log.close()
     assert not read_history(tmp_path / "over").finished
@@ -208,40 +210,40 @@ def exact(curve: Curve) -> Curve:
     return Curve(curve.steps, tuple(float(round(value)) for value in curve.values))
 
 
-def test_a_solved_task_may_lose_its_entropy() -> None:
+def test_entropy_loss_is_fine_on_a_solved_task() -> None:
     run = history(policy__entropy=lambda x: 0.8 * math.exp(-8 * x), accuracy=lambda x: min(0.99, 0.3 + 1.5 * x))
-    assert "entropy" in spoken(run, "fine")
+    assert "entropy" in reported(run, "fine")
 
 
-def test_one_spike_of_the_gradient_is_named_by_its_step() -> None:
+def test_a_gradient_spike_is_reported_with_its_step() -> None:
     run = history(policy__grad_norm=lambda x: 50.0 if abs(x - 0.5) < 1e-9 else 0.5)
-    assert "at step 60" in spoken(run, "watch")["a spike of the gradient"]
+    assert "at step 60" in reported(run, "watch")["a spike of the gradient"]
 
 
-def test_a_run_of_examples_is_judged_by_its_losses() -> None:
+def test_a_supervised_run_is_judged_by_its_losses() -> None:
     falls = history({"loss": lambda x: 2 * math.exp(-3 * x), "grad_norm": flat(1), "lr": flat(1e-3)})
-    assert {found.rule for found in diagnose(falls)} >= {"learning", "gradient", "finite numbers"}
-    severity, told = verdict(falls, diagnose(falls))
+    assert {finding.rule for finding in diagnose(falls)} >= {"learning", "gradient", "finite numbers"}
+    severity, sentence = verdict(falls, diagnose(falls))
     assert severity == "fine"
-    assert told.startswith("Healthy. Loss 1.")
+    assert sentence.startswith("Healthy. Loss 1.")
     stays = history({"loss": flat(2)})
-    assert "The loss does not fall" in spoken(stays, "watch")["nothing learned"]
-    held = Curve((30, 60, 90, 120), (0.9, 0.5, 0.6, 0.7))
-    over = replace(falls, curves={**falls.curves, "heldout/heldout_loss": held})
-    assert "since step 60 (0.5 → 0.7)" in spoken(over, "watch")["overfitting"]
+    assert "The loss does not fall" in reported(stays, "watch")["nothing learned"]
+    heldout = Curve((30, 60, 90, 120), (0.9, 0.5, 0.6, 0.7))
+    over = replace(falls, curves={**falls.curves, "heldout/heldout_loss": heldout})
+    assert "since step 60 (0.5 → 0.7)" in reported(over, "watch")["overfitting"]
 
 
-def test_a_run_that_has_hardly_begun_is_not_judged() -> None:
+def test_a_run_with_too_few_steps_is_not_judged() -> None:
     assert verdict(History("empty", {}), []) == (
         "watch", "Too little was logged to judge this run. Nothing measured over 0 steps."
     )  # fmt: skip
     begun = history(steps=3)
-    assert not spoken(begun, "bad")
-    assert set(spoken(begun, "watch")) <= {"still warming up"}
+    assert not reported(begun, "bad")
+    assert set(reported(begun, "watch")) <= {"still warming up"}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_rule_bears_nonsense(rule: object) -> None:
+def test_rules_accept_non_finite_and_empty_curves(rule: object) -> None:
     assert callable(rule)
     for value in (math.nan, math.inf, 0.0, -1.0):
         names = [*EVERYTHING, "loss", "grad_norm", "lr", "heldout/heldout_loss", "heldout/accuracy", "policy/updates"]
@@ -251,26 +253,26 @@ def test_a_rule_bears_nonsense(rule: object) -> None:
     rule(History("empty", {name: Curve((), ()) for name in EVERYTHING}))
 
 
-# Held against the truth on held-out items
+# Reward against truth on held-out items
 
 
 def against_truth(reward: list[float], truth: list[float]) -> History:
     steps = tuple(range(0, 10 * len(truth), 10))
     run = history()
     curves = {name: curve for name, curve in run.curves.items() if name != "accuracy"}
-    held = {"reward": reward, "truth": truth, "truth_se": [0.02] * len(truth)}
-    return replace(run, curves=curves | {f"heldout/{name}": Curve(steps, tuple(v)) for name, v in held.items()})
+    heldout = {"reward": reward, "truth": truth, "truth_se": [0.02] * len(truth)}
+    return replace(run, curves=curves | {f"heldout/{name}": Curve(steps, tuple(v)) for name, v in heldout.items()})
 
 
-def test_over_optimisation_begins_at_the_best_truth() -> None:
+def test_over_optimisation_starts_at_the_best_truth() -> None:
     rises = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
-    found = {f.rule: f for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]))}
-    assert found["over-optimisation"].step == 30  # the first whose neighbours are at 0.6 as well
-    assert "Since step 30 the truth falls (60 % → 50 % right)" in found["over-optimisation"].says
-    assert verdict(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]), list(found.values()))[0] == "bad"
+    findings = {f.rule: f for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]))}
+    assert findings["over-optimisation"].step == 30  # the first step whose adjacent values are 0.6 too
+    assert "Since step 30 the truth falls (60 % → 50 % right)" in findings["over-optimisation"].says
+    assert verdict(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]), list(findings.values()))[0] == "bad"
 
 
-def test_a_fall_within_two_standard_errors_is_watched_and_one_within_one_is_none() -> None:
+def test_severity_of_a_drop_in_truth_depends_on_its_standard_errors() -> None:
     rises = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
     finding = next(
         f
@@ -279,17 +281,17 @@ def test_a_fall_within_two_standard_errors_is_watched_and_one_within_one_is_none
     )
     assert (finding.severity, finding.step) == ("watch", 30)
     assert "within two standard errors" in finding.says
-    found = {f.rule for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.59, 0.59, 0.59]))}
-    assert "reward and truth agree" in found
-    assert "over-optimisation" not in found
+    rules = {f.rule for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.59, 0.59, 0.59]))}
+    assert "reward and truth agree" in rules
+    assert "over-optimisation" not in rules
 
 
 def test_a_truth_that_falls_with_the_reward_is_not_over_optimised() -> None:
     run = against_truth([0, 1, 2, 2, 1, 1, 0, 0], [0.2, 0.4, 0.6, 0.6, 0.5, 0.4, 0.3, 0.3])
-    found = {finding.rule for finding in diagnose(run)}
-    assert "over-optimisation" not in found
+    rules = {finding.rule for finding in diagnose(run)}
+    assert "over-optimisation" not in rules
 
 
-def test_a_reward_that_rises_alone_is_watched() -> None:
-    found = {f.rule: f for f in diagnose(against_truth([0, 1, 2, 3, 4, 5], [0.3, 0.31, 0.3, 0.3, 0.32, 0.31]))}
-    assert found["reward without truth"].severity == "watch"
+def test_a_reward_that_rises_without_truth_has_severity_watch() -> None:
+    findings = {f.rule: f for f in diagnose(against_truth([0, 1, 2, 3, 4, 5], [0.3, 0.31, 0.3, 0.3, 0.32, 0.31]))}
+    assert findings["reward without truth"].severity == "watch"

@@ -17,17 +17,17 @@ def said(run: History) -> str:
     return str(headline(run))
 
 
-def test_before_and_after(tmp_path: Path) -> None:
+def test_headline_compares_before_and_after_training(tmp_path: Path) -> None:
     run = read_history(write_run(tmp_path / "run", steps=40, algorithm="ppo"))
-    found = headline(run)
-    assert found is not None
-    assert str(found) == (
+    result = headline(run)
+    assert result is not None
+    assert str(result) == (
         "Before training 28 % of its answers to new problems were right; after 40 steps of PPO 73 % are."
     )
-    assert found.words[1::2] == ("28 %", "73 %")
-    assert found.metric == "heldout/accuracy"
-    begun = read_history(write_run(tmp_path / "begun", steps=40, total=90))
-    assert "after 40 of 90 steps of GRPO 73 % are." in said(begun)
+    assert result.words[1::2] == ("28 %", "73 %")
+    assert result.metric == "heldout/accuracy"
+    unfinished = read_history(write_run(tmp_path / "begun", steps=40, total=90))
+    assert "after 40 of 90 steps of GRPO 73 % are." in said(unfinished)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_before_and_after(tmp_path: Path) -> None:
         ("reward", "odd", "Reward model", "After 60 steps of training the loss on new examples is "),
     ],
 )  # fmt: skip
-def test_runs_on_examples(tmp_path: Path, task: str, figure: str, heading: str, words: str) -> None:
+def test_headlines_of_supervised_runs(tmp_path: Path, task: str, figure: str, heading: str, words: str) -> None:
     run = read_history(write_examples(tmp_path / task, task, 60, figure))
     assert kind(run) == heading
     assert said(run).startswith(words)
 
 
-def test_what_older_logs_and_short_ones_leave_to_say() -> None:
+def test_headlines_without_heldout_accuracy_use_reward_loss_or_truth() -> None:
     rewards = history(steps=40)
     assert kind(rewards) == "Reinforcement learning"
     assert said(rewards).startswith("At first the reward was 0.3")
@@ -62,7 +62,7 @@ def test_what_older_logs_and_short_ones_leave_to_say() -> None:
     assert said(truth).endswith("of training it is 0.354.")
 
 
-def test_a_small_rest_is_not_rounded_away() -> None:
+def test_accuracy_near_100_percent_keeps_a_decimal() -> None:
     run = history(steps=5)
     nearly = replace(run, curves=run.curves | {"heldout/accuracy": Curve((0, 5), (0.994, 0.996))})
     assert "99.4 %" in said(nearly)

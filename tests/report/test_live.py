@@ -1,4 +1,4 @@
-"""The live view, and following a run that another process writes."""
+"""The live view, and following a run of another process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def drawn(view: LiveView) -> str:
     return out.getvalue()
 
 
-def test_a_line_at_most_every_five_seconds_and_every_evaluation() -> None:
+def test_without_a_terminal_it_prints_at_most_every_five_seconds_and_every_evaluation() -> None:
     console, out = plain()
     clock = Clock()
     view = LiveView("demo", console, clock)
@@ -68,7 +68,7 @@ def test_a_line_at_most_every_five_seconds_and_every_evaluation() -> None:
     assert lines[-1] == "warning: [odd] something"
 
 
-def test_the_panel_shows_curves_phases_and_what_is_left() -> None:
+def test_the_panel_shows_curves_phases_and_the_remaining_time() -> None:
     console, out = terminal()
     clock = Clock()
     view = LiveView("demo [b]", console, clock)
@@ -85,7 +85,7 @@ def test_the_panel_shows_curves_phases_and_what_is_left() -> None:
     assert "generate 75 %" in out.getvalue()
 
 
-def test_a_view_without_anything_can_be_drawn() -> None:
+def test_an_empty_view_can_be_drawn() -> None:
     console, _ = plain()
     view = LiveView("demo", console)
     assert "step 0" in drawn(view)
@@ -93,7 +93,7 @@ def test_a_view_without_anything_can_be_drawn() -> None:
     assert view.line() == "demo step 1"
 
 
-def test_a_run_that_is_over_is_shown_to_its_end(tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "done"
     code = f"from pathlib import Path; from tests.report.made_up import write_run; write_run(Path({str(run)!r}))"
     assert run_forked("-c", code).returncode == 0
@@ -104,7 +104,7 @@ def test_a_run_that_is_over_is_shown_to_its_end(tmp_path: Path) -> None:
     assert "done step 0: accuracy 0.280  reward 0.300" in lines
 
 
-def test_a_run_at_work_is_followed_until_it_ends(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_followed_until_it_ends(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from plaudit.events import EventLog\n"
         "log = EventLog(Path(sys.argv[1]))\n"
@@ -123,7 +123,7 @@ def test_a_run_at_work_is_followed_until_it_ends(tmp_path: Path) -> None:
     assert out.getvalue().splitlines()[-1].endswith("step 20  reward 1")
 
 
-def test_what_a_killed_attempt_wrote_is_taken_back(tmp_path: Path) -> None:
+def test_steps_after_the_resumed_checkpoint_are_discarded(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     for step in range(1, 11):
         log.metric({"reward/mean": float(step)}, step=step)
@@ -145,12 +145,12 @@ def test_what_a_killed_attempt_wrote_is_taken_back(tmp_path: Path) -> None:
     assert [step for step, _ in following.view._series["reward/mean"]] == [1, 2, 3, 4, 5]
 
 
-def test_following_nothing(tmp_path: Path) -> None:
+def test_following_a_directory_without_events_fails(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"it has no events\.jsonl"):
         Following(tmp_path)
 
 
-def test_the_command_follows(tmp_path: Path) -> None:
+def test_the_report_command_follows_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=20)
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write('{"t":9,"kind":"note","text":"end"}\n')
@@ -158,6 +158,6 @@ def test_the_command_follows(tmp_path: Path) -> None:
     done = run_forked(*command)
     assert done.returncode == 0, done.stderr
     assert "run step 20/20  reward 0.7" in done.stderr
-    refused = plaudit_here(*command, "--out", "x.html")
-    assert refused.returncode == 2
-    assert "--follow watches one run" in refused.stderr
+    rejected = plaudit_here(*command, "--out", "x.html")
+    assert rejected.returncode == 2
+    assert "--follow watches one run" in rejected.stderr

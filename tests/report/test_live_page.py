@@ -21,7 +21,7 @@ from tests.browser import PATIENCE, chromium, expect, in_browser, layout_faults
 from tests.command import plaudit_here
 from tests.report.made_up import HEALTHY, values_at, write_run
 
-SECONDS = 240.0  # only what hangs takes as long
+SECONDS = 240.0  # reached only if something hangs
 SMALL = {
     "sums-sft": ["train.steps=4", "train.batch=4", "data.eval_items=4"],
     "sums-grpo": [
@@ -32,7 +32,7 @@ SMALL = {
 
 
 class Asked:
-    """A run that does what it is asked at once."""
+    """A run that executes every command at once."""
 
     def __init__(self) -> None:
         self.now = "running"
@@ -55,12 +55,12 @@ class Client:
     def data(self) -> dict[str, Any]:
         reply = self.http.get("/data")
         assert reply.status_code == 200, reply.text
-        found: dict[str, Any] = reply.json()
-        return found
+        content: dict[str, Any] = reply.json()
+        return content
 
-    def until(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         end = time.monotonic() + SECONDS
-        while not what(data := self.data()):
+        while not condition(data := self.data()):
             assert time.monotonic() < end, data["state"]
             time.sleep(0.05)
         return data
@@ -68,7 +68,7 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page on a busy machine may be late."""
+    """Allows for a slow page on a busy machine."""
     monkeypatch.setattr(live_page, "LAST_SECONDS", SECONDS)
 
 
@@ -81,11 +81,11 @@ def run(tmp_path: Path) -> Path:
 def page(run: Path) -> Iterator[LivePage]:
     page = LivePage(run, Asked())
     yield page
-    page._last_request = -2 * SECONDS  # nobody looks on any more
+    page._last_request = -2 * SECONDS  # no client is connected any more
     page.close()
 
 
-def test_the_page_has_nothing_of_the_run_and_its_data_want_the_token(page: LivePage) -> None:
+def test_the_page_has_no_run_data_and_the_data_endpoint_needs_the_token(page: LivePage) -> None:
     client = Client(page.url)
     bare = client.http.get("/", headers={"authorization": ""})
     assert bare.status_code == 200
@@ -101,7 +101,7 @@ def test_the_page_has_nothing_of_the_run_and_its_data_want_the_token(page: LiveP
     assert client.http.get("/events.jsonl").status_code == 404
 
 
-def test_other_hosts_and_origins_are_refused_whatever_they_know(page: LivePage) -> None:
+def test_other_hosts_and_origins_are_rejected_even_with_the_token(page: LivePage) -> None:
     client = Client(page.url)
     for host in ("evil.example", f"evil.example:{page.port}", "127.0.0.1", f"127.0.0.1:{page.port + 1}"):
         assert client.http.get("/", headers={"host": host}).status_code == 421
@@ -113,7 +113,7 @@ def test_other_hosts_and_origins_are_refused_whatever_they_know(page: LivePage) 
     assert page.server.server_address[0] == "127.0.0.1"
 
 
-def test_a_page_that_looks_on_gets_the_last_figures(run: Path) -> None:
+def test_an_open_page_gets_the_final_metrics(run: Path) -> None:
     page = LivePage(run, Asked())
     client = Client(page.url)
     assert client.data()["again"] >= 2
@@ -126,7 +126,7 @@ def test_a_page_that_looks_on_gets_the_last_figures(run: Path) -> None:
         client.data()
 
 
-def test_what_passes_in_a_pause_is_no_time_of_a_step() -> None:
+def test_pause_time_is_not_part_of_the_step_time() -> None:
     clock = Clock()
     clock.leave_out(1000.0)
     assert clock.split()["time/step"] < -900
@@ -151,10 +151,10 @@ def curve(run: Path) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", SMALL)
-def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
+def test_a_paused_stopped_and_resumed_run_trains_to_the_same_metrics(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The browser opens while the run has no step yet: what it asks for then holds after the first."""
+    """The browser opens before the first step; its commands take effect after that step."""
     monkeypatch.setenv("BROWSER", "any")
     failures: list[BaseException] = []
 
@@ -165,13 +165,13 @@ def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
             try:
                 drive(client)
                 client.until(lambda data: data["again"] is None)
-            except BaseException as error:  # told by the test, not by a thread that nobody hears
+            except BaseException as error:  # reported by the test; exceptions of a thread are not
                 failures.append(error)
                 client.http.post("/continue")
 
         def open_page(url: str) -> bool:
             client = Client(url)
-            assert client.http.post("/stop").status_code == 409  # nothing is there to be saved
+            assert client.http.post("/stop").status_code == 409  # there is no state to save yet
             assert client.http.post("/pause").json() == {"state": "pausing"}
             drivers.append(threading.Thread(target=guarded, args=(client,)))
             drivers[0].start()
@@ -187,7 +187,7 @@ def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
         assert steps(client.until(lambda data: data["state"] == "paused" and steps(data) > 0)) == 1
         assert client.http.post("/stop").status_code == 200
 
-    def go_on(client: Client) -> None:
+    def resume(client: Client) -> None:
         assert steps(client.until(lambda data: data["state"] == "paused" and steps(data) > 1)) == 2
         assert steps(client.data()) == 2
         assert client.http.post("/continue").json() == {"state": "running"}
@@ -197,7 +197,7 @@ def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
     assert "at step 1 of 4, state saved: --resume continues" in done.stderr
     assert done.stderr.count("live page: http://127.0.0.1:") == 1
     token = done.stderr.partition("/#")[2].split()[0]
-    resumed = driven(go_on, "--resume")
+    resumed = driven(resume, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert token not in (tmp_path / "live" / "events.jsonl").read_text() + resumed.stderr
 
@@ -207,7 +207,7 @@ def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
     assert json.dumps(curve(tmp_path / "live")) == json.dumps(curve(tmp_path / "plain"))
 
 
-def test_without_a_display_the_address_is_printed_and_no_browser_is_asked_for(
+def test_without_a_display_the_address_is_printed_and_no_browser_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from plaudit.cli.live import shown_live
@@ -218,14 +218,14 @@ def test_without_a_display_the_address_is_printed_and_no_browser_is_asked_for(
     monkeypatch.setattr(webbrowser, "open", lambda url: pytest.fail(f"a browser for {url}"))
     with shown_live(write_run(tmp_path / "run", steps=2), enabled=True) as begun:
         begun()
-    said = capsys.readouterr().err
-    assert said.startswith("live page: http://127.0.0.1:")
-    assert "(from another machine: ssh -L " in said
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("live page: http://127.0.0.1:")
+    assert "(from another machine: ssh -L " in stderr
 
 
 @pytest.mark.slow
 @in_browser
-def test_in_a_browser_it_goes_on_by_itself_and_keeps_what_was_chosen(run: Path, page: LivePage) -> None:
+def test_the_page_updates_itself_and_keeps_the_users_selections(run: Path, page: LivePage) -> None:
     import random
 
     from plaudit.events import EventLog

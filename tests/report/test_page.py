@@ -1,4 +1,4 @@
-"""The report page in a real browser, from a file, without any network requests."""
+"""The report page in a real browser, opened from a file, without network requests."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HACKED = {
 
 
 def data_of(page: str) -> dict[str, list[dict[str, object]]]:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    data: dict[str, list[dict[str, object]]] = json.loads(found)
+    (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, list[dict[str, object]]] = json.loads(embedded)
     return data
 
 
@@ -53,10 +53,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, tmp_path: Path) -> Iterator[object]:
-    """Opens the page of runs. Whatever a test does with it, it must not complain, nor ask for anything."""
+    """Opens the page of runs. It must log nothing to the console and make no network requests."""
     opened: list[Page] = []
     complaints: list[str] = []
-    asked: list[str] = []
+    requested: list[str] = []
 
     def show(*runs: Path, scheme: str = "light", width: int = 1280, height: int = 900) -> Page:
         file = tmp_path / "report.html"
@@ -64,7 +64,7 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[object]:
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requested.append(request.url))
         page.set_default_timeout(PATIENCE)
         page.goto(file.as_uri())
         opened.append(page)
@@ -74,12 +74,12 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[object]:
     for page in opened:
         page.close()
     assert complaints == []
-    assert {url.partition(":")[0] for url in asked} <= {"file", "data"}
-    assert len([url for url in asked if url.startswith("file:")]) == len(opened)
+    assert {url.partition(":")[0] for url in requested} <= {"file", "data"}
+    assert len([url for url in requested if url.startswith("file:")]) == len(opened)
 
 
 @in_browser
-def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
+def test_curves_are_drawn_and_show_their_values_on_hover(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
     page = open_page(one)
     expect(page.locator(".verdict")).to_contain_text("Healthy. Reward 0.3")
     expect(page).to_have_title("grpo – Plaudit report")
@@ -105,8 +105,8 @@ def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  
 
 
 @in_browser
-def test_all_that_was_measured_as_csv(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Every value of every run, one a line; a name with a comma or a quotation mark in it stays one field."""
+def test_the_csv_download_has_every_value(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """One value per line for every run; a name with a comma or a quotation mark stays one field."""
     runs = [write_run(tmp_path / 'a, "b"', steps=12), write_run(tmp_path / "plain", steps=9, seed=1)]
     page = open_page(*runs)
     with page.expect_download() as download:
@@ -124,27 +124,27 @@ def test_all_that_was_measured_as_csv(open_page, tmp_path: Path) -> None:  # typ
         for step, value in zip(steps, values, strict=True)
     }
     assert {run for run, *_ in rows} == {'a, "b"', "plain"}
-    found = {(run, metric, int(step)): value for run, metric, step, value in rows}
-    assert len(rows) == len(found) == len(curves)
-    assert {key: None if value == "" else float(value) for key, value in found.items()} == curves
+    from_csv = {(run, metric, int(step)): value for run, metric, step, value in rows}
+    assert len(rows) == len(from_csv) == len(curves)
+    assert {key: None if value == "" else float(value) for key, value in from_csv.items()} == curves
 
 
 @in_browser
-def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_page_shows_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: ignore[no-untyped-def]
     page = open_page(two)
     expect(page.locator(".verdict")).to_contain_text("Not well: over-optimisation")
     expect(page.locator(".diagnosis > .finding").first).to_contain_text("the truth falls")
-    began = re.search(r"Since step (\d+)", page.locator(".diagnosis > .finding").first.inner_text())
-    assert began is not None
-    expect(page.locator("figure path.begins")).to_have_count(1)  # where it began, in the plot of the reward
-    expect(page.locator("figure").first).to_contain_text(f"over-optimisation from step {began[1]}")
+    onset = re.search(r"Since step (\d+)", page.locator(".diagnosis > .finding").first.inner_text())
+    assert onset is not None
+    expect(page.locator("figure path.begins")).to_have_count(1)  # the start of it in the plot of the reward
+    expect(page.locator("figure").first).to_contain_text(f"over-optimisation from step {onset[1]}")
     page.locator(".diagnosis summary").click()
     expect(page.locator(".diagnosis details .finding").first).to_be_visible()
     expect(page.get_by_role("heading", name="Explained variance")).to_be_visible()
     expect(page.get_by_role("heading", name="Staleness")).to_be_visible()
     assert page.locator(".time path.layer").count() == 7
     expect(page.locator(".time tbody tr").first).to_contain_text("generate")
-    assert page.locator(".memory path.layer").count() == 10  # of one step, and along the run
+    assert page.locator(".memory path.layer").count() == 10  # of one step and of the whole run
     expect(page.locator(".memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Largest:")
     expect(page.locator(".memory figure").first).to_contain_text("peak 53.4 MiB")
     expect(page.locator(".memory figure").first.locator("svg[role=img]")).to_contain_text("generateupdate")
@@ -157,7 +157,7 @@ def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: igno
 
 
 @in_browser
-def test_samples_by_step_and_colour(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
+def test_samples_are_shown_by_step_and_coloured_by_token_values(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
     page = open_page(one)
     tokens = page.locator(".response .token")
     expect(page.get_by_label("Step", exact=True)).to_have_value("111")
@@ -185,7 +185,7 @@ def test_samples_by_step_and_colour(open_page, one: Path) -> None:  # type: igno
 
 
 @in_browser
-def test_hostile_text_stays_text(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_hostile_text_is_escaped(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run = write_run(tmp_path / "<img src=x onerror=alert(1)>", steps=12)
     log = EventLog(run)
     log.metric({f"reward/{HOSTILE}": 1.0, f"heldout/{HOSTILE}": 0.5, f"time/{HOSTILE}": 1.0}, step=12)
@@ -207,7 +207,7 @@ def test_hostile_text_stays_text(open_page, tmp_path: Path) -> None:  # type: ig
 
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_several_runs_lie_over_each_other_and_fit_a_phone(open_page, one: Path, two: Path, scheme: str) -> None:  # type: ignore[no-untyped-def]
+def test_several_runs_are_overlaid_and_fit_a_phone(open_page, one: Path, two: Path, scheme: str) -> None:  # type: ignore[no-untyped-def]
     page = open_page(one, two, scheme=scheme, width=400)
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     assert page.locator(".verdict").count() == 2
@@ -220,7 +220,7 @@ def test_several_runs_lie_over_each_other_and_fit_a_phone(open_page, one: Path, 
     assert (int(re.findall(r"\d+", paper)[0]) > 128) == (scheme == "light")
 
 
-# The page that `make run` ends with: four kinds of run of very different lengths
+# The page that `make run` produces: four kinds of runs with very different lengths
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +236,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def box(part: Locator) -> tuple[float, float, float, float]:
     """Left, top, right, bottom, in pixels of the window."""
-    found = part.bounding_box()
-    assert found is not None
-    return found["x"], found["y"], found["x"] + found["width"], found["y"] + found["height"]
+    bounds = part.bounding_box()
+    assert bounds is not None
+    return bounds["x"], bounds["y"], bounds["x"] + bounds["width"], bounds["y"] + bounds["height"]
 
 
 @in_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
-def test_the_first_screen_has_the_headline_and_its_curve(open_page, four: list[Path], width: int, height: int) -> None:  # type: ignore[no-untyped-def]
+def test_the_first_screen_shows_the_headline_and_its_curve(
+    open_page, four: list[Path], width: int, height: int
+) -> None:  # type: ignore[no-untyped-def]
     page = open_page(*four, width=width, height=height)
     headline, plot = page.locator(".headline").first, page.locator("figure").first.locator("svg[role=img]")
     expect(headline).to_have_text(
@@ -261,7 +263,7 @@ def test_the_first_screen_has_the_headline_and_its_curve(open_page, four: list[P
 
 @in_browser
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_curve_takes_the_width_of_its_plot(open_page, four: list[Path], width: int) -> None:  # type: ignore[no-untyped-def]
+def test_every_curve_fills_the_width_of_its_plot(open_page, four: list[Path], width: int) -> None:  # type: ignore[no-untyped-def]
     page = open_page(*four, width=width)
     figures = page.locator("article > .lead figure, .curves > .plots > figure").all()
     assert len(figures) > 20
@@ -269,12 +271,12 @@ def test_every_curve_takes_the_width_of_its_plot(open_page, four: list[Path], wi
         left, _, right, _ = box(figure.locator("svg[role=img]"))
         curves = [box(curve) for curve in figure.locator("svg[role=img] path.curve").all()]
         spread = max(curve[2] for curve in curves) - min(curve[0] for curve in curves)
-        # What is left has the numbers of the axes: 46 pixels, and 40 where there are two.
+        # The rest are axis labels: 46 pixels, and 40 for a second axis.
         assert spread >= right - left - 92, figure.inner_text()
 
 
 @in_browser
-def test_kinds_of_run_have_sections_of_their_own(open_page, four: list[Path]) -> None:  # type: ignore[no-untyped-def]
+def test_each_kind_of_run_has_its_own_section(open_page, four: list[Path]) -> None:  # type: ignore[no-untyped-def]
     page = open_page(*four)
     expect(page.locator("article .kind")).to_have_text(
         ["Reinforcement learning", "Supervised fine-tuning", "Process reward model", "Reward model"]
@@ -287,16 +289,16 @@ def test_kinds_of_run_have_sections_of_their_own(open_page, four: list[Path]) ->
         assert "–" not in cells
     page.get_by_role("link", name="sums-prm").click()
     assert box(page.locator("article").nth(2))[1] < 100
-    # Pointing at one kind leaves the others alone: their steps are not the same steps.
+    # Hovering over one kind does not affect the others: their steps are unrelated.
     page.locator("article").nth(2).locator("svg[role=img]").first.hover()
     expect(page.locator("article").nth(2).locator(".at").first).to_have_text(re.compile(r"step \d+"))
     expect(page.locator("article").first.locator(".at").first).to_have_text("")
-    # Runs of one kind still lie over each other.
+    # Runs of one kind are still overlaid.
     assert open_page(four[0], four[0]).locator("article").count() == 1
 
 
 @in_browser
-def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_pages_of_an_empty_and_of_a_supervised_run(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log = EventLog(tmp_path)
     page = open_page(tmp_path)
     expect(page.locator(".verdict")).to_contain_text("Too little was logged")
@@ -309,13 +311,13 @@ def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Pa
     page = open_page(tmp_path)
     expect(page.locator(".verdict")).to_contain_text("Not well: a number that is none")
     expect(page.locator(".figures tbody")).to_contain_text("answers right, greedy0.3331")
-    # Three evaluations: the loss, and on an axis of its own the figure of the headline.
+    # Three evaluations: the loss and, on a second axis, the headline metric.
     assert page.locator("figure").first.locator("svg[role=img] circle").count() == 6
     expect(page.get_by_role("heading", name="answers right, greedy")).to_be_visible()
 
 
 @in_browser
-def test_a_log_with_gaps_is_shown_as_far_as_it_goes(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_log_with_missing_fields_is_shown_without_errors(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log = EventLog(tmp_path)
     log.write("sample", prompt=[{"role": "user", "content": "hello"}], response="no tokens")
     log.write("sample", step=3, prompt="p", response="abc", tokens=["a", "b", "c"], mask=[1], reward=float("nan"),
@@ -355,12 +357,12 @@ def test_a_long_run_gives_a_page_of_bounded_size() -> None:
 
 
 @in_browser
-def test_the_program_of_a_small_model_is_told_and_drawn_when_asked_for(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_program_memory_is_mentioned_and_drawn_on_request(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log = EventLog(tmp_path)
-    held = {"program": 500 << 20, "policy weights": 2 << 20, "KV": 1 << 20, "activations": 3 << 20}
+    by_owner = {"program": 500 << 20, "policy weights": 2 << 20, "KV": 1 << 20, "activations": 3 << 20}
     for step in (1, 2):
-        log.write("memory", step=step, phase="generate", device="cpu", bytes=held, start={"activations": 0}, end={})
-        log.write("memory", step=step, phase="update", device="cpu", bytes={**held, "KV": 0}, start={}, end={})
+        log.write("memory", step=step, phase="generate", device="cpu", bytes=by_owner, start={"activations": 0}, end={})
+        log.write("memory", step=step, phase="update", device="cpu", bytes={**by_owner, "KV": 0}, start={}, end={})
     log.close()
     page = open_page(tmp_path)
     expect(page.locator(".memory .about")).to_contain_text("Largest: activations 3 MiB, policy weights 2 MiB")
@@ -372,7 +374,7 @@ def test_the_program_of_a_small_model_is_told_and_drawn_when_asked_for(open_page
     assert page.locator(".memory path.layer").count() == 8
 
 
-def test_text_cannot_leave_the_data(tmp_path: Path) -> None:
+def test_text_cannot_break_out_of_the_json_data(tmp_path: Path) -> None:
     page = render_page([read_history(write_run(tmp_path / "run", steps=2))])
     assert page.count("</script>") == 2
     assert page.count("<script") == 2

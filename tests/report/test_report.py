@@ -1,4 +1,4 @@
-"""What `plaudit report` prints and exports."""
+"""Output and exports of `plaudit report`."""
 
 import importlib.util
 import io
@@ -35,7 +35,7 @@ def printed(*runs: History) -> str:
     return out.getvalue()
 
 
-def test_the_table_tells_figures_and_curve(run: Path) -> None:
+def test_the_table_shows_metrics_and_the_curve(run: Path) -> None:
     text = printed(read_history(run))
     assert "demo" in text
     assert "answers right, greedy" in text
@@ -45,7 +45,7 @@ def test_the_table_tells_figures_and_curve(run: Path) -> None:
     assert "demo: Healthy. Loss" in text
 
 
-def test_a_run_against_rewards_tells_before_and_after_and_where_the_time_went(tmp_path: Path) -> None:
+def test_an_rl_run_shows_before_and_after_and_the_time_split(tmp_path: Path) -> None:
     good = read_history(write_run(tmp_path / "good"))
     falling = read_history(write_run(tmp_path / "falling", {**HEALTHY, "reward/mean": lambda x: 0.7 - 0.3 * x}))
     text = printed(good, falling)
@@ -60,7 +60,7 @@ def test_a_run_against_rewards_tells_before_and_after_and_where_the_time_went(tm
     assert "Lower train.lr" in text
 
 
-def test_an_event_log_that_stops_at_once(tmp_path: Path) -> None:
+def test_an_empty_event_log_is_reported(tmp_path: Path) -> None:
     EventLog(tmp_path).close()
     assert "Too little was logged" in printed(read_history(tmp_path))
 
@@ -87,14 +87,14 @@ def test_sparkline() -> None:
     assert len(sparkline(list(range(1000)))) == 24
 
 
-def test_no_run_there(tmp_path: Path) -> None:
+def test_a_directory_without_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"it has no events\.jsonl"):
         read_history(tmp_path)
     with pytest.raises(RunError, match=r"it has no events\.jsonl"):
         forward(tmp_path, "tensorboard")
 
 
-def test_phases_make_up_the_step(tmp_path: Path) -> None:
+def test_time_split_lists_phases_and_the_remainder(tmp_path: Path) -> None:
     directory = tmp_path / "timed"
     directory.mkdir()
     log = EventLog(directory)
@@ -116,13 +116,13 @@ def test_tensorboard_receives_every_step(run: Path) -> None:
     assert accumulator.Scalars("heldout/accuracy/sums/greedy")[0].value == pytest.approx(0.8125)
 
 
-def test_unknown_and_absent_trackers(run: Path) -> None:
+def test_an_unknown_tracker_is_rejected_with_a_suggestion(run: Path) -> None:
     with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
         forward(run, "tensorbord")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_receive_every_step_where_they_are_installed(
+def test_installed_trackers_receive_every_step(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     if importlib.util.find_spec(name) is None:

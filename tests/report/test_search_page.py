@@ -1,4 +1,4 @@
-"""The page of searches: from the event log only, in a real browser."""
+"""The page of searches, made from the event log only, in a real browser."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def write_search(directory: Path, nodes: list[dict[str, Any]] | None = None, **f
 
 
 def data_of(page: str) -> dict[str, Any]:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    data: dict[str, Any] = json.loads(found)
+    (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, Any] = json.loads(embedded)
     return data
 
 
-def test_searches_are_told_from_trainings(tmp_path: Path) -> None:
+def test_searches_are_distinguished_from_training_runs(tmp_path: Path) -> None:
     search, training = write_search(tmp_path / "a"), write_run(tmp_path / "b")
     assert is_search(search)
     assert not is_search(training)
@@ -72,14 +72,14 @@ def test_searches_are_told_from_trainings(tmp_path: Path) -> None:
         read_searches([search, training])
 
 
-def test_a_page_stays_small(tmp_path: Path) -> None:
+def test_the_page_limits_the_number_of_tree_nodes(tmp_path: Path) -> None:
     many = [node(0, -1, "", "expanded", 1.0), *(node(i, 0, "1+1=2;", "pruned") for i in range(1, MOST_NODES))]
     (run,) = data_of(render_search_page(read_searches([write_search(tmp_path / "a", many)])))["runs"]
     assert len(run["trees"]) == 1
 
 
-def test_an_interval_is_the_same_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
-    searches = read_searches([write_search(tmp_path / "a")])  # of standard error 0.35
+def test_confidence_intervals_match_in_terminal_and_page(tmp_path: Path) -> None:
+    searches = read_searches([write_search(tmp_path / "a")])  # standard error 0.35
     out = io.StringIO()
     print_searches(searches, Console(file=out, width=160))
     assert "right (± 95 %)" in out.getvalue()
@@ -103,13 +103,13 @@ def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
         page = browser.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda asked: complaints.append(asked.url) if "file:" not in asked.url else None)
+        page.on("request", lambda request: complaints.append(request.url) if "file:" not in request.url else None)
         page.goto(file.as_uri())
         expect(page.locator("#figures tbody tr")).to_have_count(2)
         expect(page.locator("#figures")).to_contain_text("right (± 95 %)")
         expect(page.locator("#figures tbody tr").first).to_contain_text("0.500 ± 0.686")
         expect(page.locator("#scatter circle")).to_have_count(2)
-        expect(page.locator("#tree .node")).to_have_count(5)  # the twin is drawn with its first
+        expect(page.locator("#tree .node")).to_have_count(5)  # a duplicate node is drawn with its original
         page.locator("#tree rect.node").hover()
         expect(page.locator("#said")).to_contain_text("7+8=15;#15")
         expect(page.locator("#kv rect")).to_have_count(3)

@@ -1,4 +1,4 @@
-"""Metrics sent during training: to a stand-in for trackio that records what it receives."""
+"""Metrics sent to a tracker during training; a fake trackio records what it receives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_run_that_fails_is_sent_up_to_its_last_metric(
     assert "warning" not in capfd.readouterr().err
 
 
-def test_a_tracker_that_fails_is_a_warning_and_not_the_runs_end(
+def test_a_tracker_that_fails_gives_a_warning_and_does_not_end_the_run(
     tmp_path: Path, told: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = begun_run(tmp_path / "mine")
@@ -79,10 +79,10 @@ def test_a_tracker_that_fails_is_a_warning_and_not_the_runs_end(
     with tracked(tmp_path / "mine", "trackio") as begun:
         begun()
     log.close()
-    said = capfd.readouterr().err
-    assert "plaudit: trackio did not start: no network" in said
+    stderr = capfd.readouterr().err
+    assert "plaudit: trackio did not start: no network" in stderr
     resend = f"`plaudit report {tmp_path / 'mine'} --to trackio` sends"
-    assert f"warning: trackio did not receive all metrics; {resend}" in said
+    assert f"warning: trackio did not receive all metrics; {resend}" in stderr
 
 
 def test_a_run_without_a_tracker_starts_nothing(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_run_without_a_tracker_starts_nothing(tmp_path: Path) -> None:
         begun()
 
 
-def test_what_is_not_there_is_told_before_the_run_begins(tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_rejected_before_the_run_starts(tmp_path: Path) -> None:
     done = plaudit_here("train", "sums-sft", "--track", "wandbb", "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     assert "unknown tracker 'wandbb'; did you mean 'wandb'" in done.stderr
