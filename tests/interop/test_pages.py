@@ -14,7 +14,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 def run_page(server: ServerProcess, page: str, environment: str) -> tuple[str, str]:
-    """Its code, and what that prints."""
+    """The page's code and its output."""
     text = (ROOT / "docs" / "protocols" / f"{page}.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert "http://127.0.0.1:5555" in code
