@@ -1,7 +1,8 @@
 """Our learner and TRL's trainers give the same loss and gradient for the same samples, or a documented difference.
 
 TRL pads 16 samples of 2 to 12 tokens after prompts of 3 to 9; ours are packed. The old log-probs are not
-the policy's, the reference is another model, the temperature is 0.7; two responses have tool tokens, five are truncated."""
+the policy's own, the reference is another model, the temperature is 0.7. Two responses contain tool tokens, five were
+truncated."""
 
 from __future__ import annotations
 
