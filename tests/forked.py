@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
-# Imports that commands make when they run: once here instead of in every fork.
+# Modules that commands import when they run: imported once here instead of in every fork.
 import plaudit.critic.server
 import plaudit.place.build
 import plaudit.report.live
@@ -123,6 +123,6 @@ def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequ
 if "plaudit.process.nursery" in sys.orig_argv:  # the process from which all of these and their workers are forked
     injected.install()
 
-if __name__ == "__main__":  # where nothing is forked: on a machine with GPUs, and on systems other than Linux
+if __name__ == "__main__":  # runs where nothing is forked: on a machine with GPUs, and on systems other than Linux
     injected.install()
     main(int(sys.argv[1]))

@@ -58,7 +58,7 @@ def leave(server: ServerProcess, stop: threading.Event) -> int:
 
 
 def kill(server: ServerProcess, stop: threading.Event) -> int:
-    """Kill workers of the policy and of the process model in turn, each after the last has restarted; returns how many."""
+    """Kill workers of the policy and of the process model in turn, each after the last restart; returns the count."""
     for count in range(KILLS):
         workers = server.workers()
         workers[count % len(workers)].kill()
