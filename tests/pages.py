@@ -91,7 +91,7 @@ def commands(text: str) -> Iterator[str]:
             continue
         try:
             words = shlex.split(pending, comments=True)
-        except ValueError:  # a quotation that continues on the next line
+        except ValueError:  # a quoted string that continues on the next line
             continue
         if words:
             yield pending

@@ -1,4 +1,4 @@
-"""Without playwright, tests are still collected, and the others run."""
+"""Without playwright, all tests are collected, and those that need no browser run."""
 
 from __future__ import annotations
 

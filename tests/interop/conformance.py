@@ -180,7 +180,7 @@ CLIENTS = (
         "verl",
         "custom_reward_function",
         "function",
-        "tests/interop/test_pages.py::test_a_page_prints_what_its_last_comment_says",
+        "tests/interop/test_pages.py::test_page_code_prints_the_documented_output",
         "verl",
         "",
         "",

@@ -1,4 +1,4 @@
-"""Packaged environments of other projects, used in a run."""
+"""Training in packaged environments of other projects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the planner, read by the parsers of the target projects."""
+"""Settings written by the planner, parsed by the target projects' own parsers."""
 
 import json
 import shlex

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TEXT, OTHER = "How are you?", "Fine, thank you."
-LONG = "abcdefghij" * 20  # more than the 64 tokens of the models here
+LONG = "abcdefghij" * 20  # longer than the 64 tokens that these models accept
 TOKENS = [265, 72, 101, 108, 108, 111]
 CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": OTHER}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "are you?"}]}]

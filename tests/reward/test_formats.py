@@ -183,7 +183,7 @@ def test_plain_format_with_a_tokenizer_that_merges_across_steps(tmp_path: Path, 
         Item(tokens=tuple(ids)),
     ):
         check(scored(path, item, format={"split": split}), ids, expected)
-    # Without the end of the last step the response is not finished, and nothing is put after it.
+    # A response that ends with a separator is unfinished, so no end token is added.
     unfinished = scored(path, Item(prompt="hello?", response="".join(steps[:2])), format={"split": split})
     assert unfinished.values == pytest.approx(expected[:2].tolist(), abs=TOLERANCE)
     assert unfinished.tokens == at[1] + 1

@@ -1,4 +1,4 @@
-"""A response extended by a step: assembled from its earlier encoding, it equals one assembled from scratch."""
+"""A response extended by a step: its incremental encoding equals an encoding from scratch."""
 
 import random
 

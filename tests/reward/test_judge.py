@@ -140,7 +140,7 @@ ITEMS = [Item(prompt="q", response="x" * i) for i in range(1, 8)]
 
 def test_judge_over_http_sends_the_request_and_parses_the_ratings(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # would fail if it were used
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # requests would fail if this proxy were used
     server = serve(rate_by_length)
     items = [*ITEMS, Item(text="raw"), Item(prompt="q", response="x" * 11)]
     scores = scores_over_http(server, items, key_env="JUDGE_KEY", max_tokens=99)

@@ -150,7 +150,7 @@ def test_the_embedded_reward_model_ranks_right_over_wrong(world: Sums) -> None:
     assert right >= 0.9 * len(pairs)
 
 
-def test_the_embedded_process_model_finds_the_first_wrong_step(world: Sums) -> None:
+def test_embedded_process_model_detects_the_first_wrong_step(world: Sums) -> None:
     reward = load_reward("sums-steps")
     cases = [world.judged("heldout", i) for i in range(200)]
     results = reward.score([Item(prompt=problem.prompt, response=response) for problem, response, _ in cases])

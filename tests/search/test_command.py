@@ -96,7 +96,7 @@ def test_outcome_model_works_with_best_of_n_and_is_rejected_otherwise(tmp_path: 
 
 
 @pytest.mark.slow
-def test_import_plaudit_is_enough_to_search(tmp_path: Path) -> None:
+def test_search_works_after_import_plaudit_alone(tmp_path: Path) -> None:
     """In a separate process, because other tests have already imported the package in this one."""
     code = (
         "import plaudit; [o] = plaudit.search(['8+6+5='], engine='sums-policy', prm='sums-steps', rule='rebase', "

@@ -41,7 +41,7 @@ def test_answer_is_checked_by_the_questions_check_or_its_truth() -> None:
 
 
 @pytest.mark.slow
-def test_gym_questions_are_those_that_rl_holds_out() -> None:
+def test_gym_questions_equal_the_heldout_prompts_of_rl() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make slow installs it")
     tokenizer = sums_tokenizer()
     heldout = open_prompts(RlDataTable(**SUMS, eval_items=5), tokenizer, 1).heldout()

@@ -52,7 +52,7 @@ def texts(outcomes: list[Outcome]) -> list[list[tuple[int, str, str]]]:
 
 
 @pytest.mark.slow
-def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
+def test_every_server_protocol_gives_the_same_search(engine: Engine) -> None:
     with CompletionServer(engine) as server:
         by_ids = searched(remote(server.url))
         by_sglang = searched(remote(server.url, "sglang"))

@@ -134,7 +134,7 @@ def test_kv_tokens_equal_the_resident_tokens_of_the_core(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_lookahead_costs_and_changes_values(engine: Engine, scorer: Scorer) -> None:
+def test_lookahead_adds_calls_and_changes_values(engine: Engine, scorer: Scorer) -> None:
     plain = searched(recipe("dvts", questions=2), engine, scorer)
     ahead = searched(recipe("dvts", questions=2, **{"search.lookahead": 2}), engine, scorer)
     assert sum(o.driver.costs.calls for o in ahead) > sum(o.driver.costs.calls for o in plain)
