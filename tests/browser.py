@@ -1,6 +1,6 @@
-"""Debian's Chromium through playwright, for the tests of pages. Where either is missing they are skipped, loudly.
+"""Debian's Chromium through playwright, for the tests of pages. If either is missing, they are skipped with a message.
 
-Nothing here imports playwright before a test asks for a browser: the other tests are collected without it.
+playwright is imported only when a test needs a browser, so that all tests can be collected without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium")
 WINDOWS = ((1280, 720, "light"), (390, 844, "dark"), (1280, 720, "dark"), (390, 844, "light"))
-PATIENCE = 30_000  # milliseconds; only a page that hangs takes as long
+PATIENCE = 30_000  # milliseconds; only a page that hangs reaches this timeout
 MISSING = (
     "no playwright for the tests of pages: pip install playwright" if importlib.util.find_spec("playwright") is None
     else "no chromium for the tests of pages: apt install chromium" if CHROMIUM is None
@@ -47,19 +47,19 @@ def expect(what: Any) -> Any:
 
 
 def layout_faults(page: Page) -> list[str]:
-    """What is wrong with a page in its window: texts over each other, more width than there is, a first screen without
-    its headline or without a picture."""
+    """The layout faults of a page in its window: overlapping texts, horizontal overflow, a first screen without
+    a headline or a picture."""
     page.evaluate("scrollTo(0, 0)")
     faults: list[str] = page.evaluate(Path(__file__).with_name("layout.js").read_text(encoding="utf-8"))
     return faults
 
 
 def faults_in_windows(page: Page) -> dict[str, list[str]]:
-    """The faults on a screen and on a phone, in light and in dark, of the windows that have any."""
-    found = {}
+    """The faults of each window that has any: on a screen and on a phone, in light and in dark mode."""
+    faults_by_window = {}
     for width, height, scheme in WINDOWS:
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         page.evaluate("new Promise(requestAnimationFrame)")
-        found[f"{width}, {scheme}"] = layout_faults(page)
-    return {window: faults for window, faults in found.items() if faults}
+        faults_by_window[f"{width}, {scheme}"] = layout_faults(page)
+    return {window: faults for window, faults in faults_by_window.items() if faults}

@@ -26,8 +26,8 @@ def plaudit_here(*arguments: str, cwd: Path | None = None) -> CompletedProcess[s
         sys.argv = before
         os.environ.clear()
         os.environ.update(environment)
-    said, complained = (each.buffer.getvalue().decode() for each in (out, err))  # type: ignore[attr-defined]
-    return CompletedProcess(arguments, code, said, complained)
+    stdout, stderr = (each.buffer.getvalue().decode() for each in (out, err))  # type: ignore[attr-defined]
+    return CompletedProcess(arguments, code, stdout, stderr)
 
 
 def _exit_code() -> int:

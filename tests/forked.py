@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
-# Imports that commands make when they run: once here instead of in every fork.
+# Modules that commands import when they run: imported once here instead of in every fork.
 import plaudit.critic.server
 import plaudit.place.build
 import plaudit.report.live
@@ -80,7 +80,7 @@ def main(fd: int) -> None:
             os.dup2(file, stream)
             os.close(file)
         os.chdir(cwd)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the nursery ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the nursery process ignores SIGINT
         sock.sendall(b"!")
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -96,7 +96,7 @@ def main(fd: int) -> None:
 def run_forked(
     *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> CompletedProcess[str]:  # fmt: skip
-    """Runs such a command to its end, like `subprocess.run`."""
+    """Runs a command to completion, like `subprocess.run`."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "output"), Path(directory, "errors")
         child = ForkedCommand(arguments, output, environment, errors, cwd)
@@ -108,7 +108,7 @@ def run_forked(
 
 
 def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequence[Mapping[str, str]]) -> None:
-    """Runs such commands in parallel, such as the ranks of a job: all must succeed."""
+    """Runs commands in parallel, for example the ranks of a job; all must succeed."""
     files = [outputs / f"output-{n}" for n in range(len(commands))]
     children = [ForkedCommand(*each) for each in zip(commands, files, environments, strict=True)]
     try:
@@ -120,9 +120,9 @@ def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequ
             child.wait()
 
 
-if "plaudit.process.nursery" in sys.orig_argv:  # the process from which all of these and their workers are forked
+if "plaudit.process.nursery" in sys.orig_argv:  # the process that forks all commands and their workers
     injected.install()
 
-if __name__ == "__main__":  # where nothing is forked: on a machine with GPUs, and on systems other than Linux
+if __name__ == "__main__":  # runs where nothing is forked: on a machine with GPUs, and on systems other than Linux
     injected.install()
     main(int(sys.argv[1]))

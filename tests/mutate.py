@@ -1,9 +1,9 @@
-"""Puts small faults into the product, one at a time, and runs the tests that should notice: `python -m tests.mutate`.
+"""Mutation tests: puts one small fault at a time into the product and runs its tests: `python -m tests.mutate`.
 
 A fault flips a comparison, swaps plus and minus or `and` and `or`, drops a `not`, turns a constant, or removes a
-statement. Which ones is decided by a seed, so that a run can be repeated. What survives is printed as a patch: a gap in
-the tests, or a change that changes nothing. Faults are put into a copy of the tree; each runs in a fork that has the
-libraries imported already.
+statement. A seed selects the faults, so that a run can be repeated. Faults that no test detects are printed: each is a
+gap in the tests or a change without effect. Faults are put into a copy of the tree; each runs in a fork that has the
+libraries already imported.
 
     python -m tests.mutate                  three faults in every module below
     python -m tests.mutate algo/gae.py      all of one module
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 240  # a fault that hangs the tests is noticed
+SECONDS = 240  # a fault that makes the tests hang counts as detected
 BROKEN = 99
 QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins that the parent has imported
 MODULES = {
@@ -82,14 +82,14 @@ class Fault:
 
 
 def places(tree: ast.Module) -> list[int]:
-    """Where a fault can be: numbers of nodes, as `ast.walk` counts them, that are in no message, check or signature."""
-    spared = {
+    """Indices in `ast.walk` of the nodes that can be changed: those outside of messages, checks and signatures."""
+    excluded = {
         id(each)
         for outer in ast.walk(tree)
         if isinstance(outer, ast.Raise | ast.Assert | ast.arguments | ast.JoinedStr | ast.AnnAssign)
         for each in ast.walk(outer)
     }
-    return [n for n, node in enumerate(ast.walk(tree)) if id(node) not in spared and _change(copy.copy(node))]
+    return [n for n, node in enumerate(ast.walk(tree)) if id(node) not in excluded and _change(copy.copy(node))]
 
 
 def put(module: str, place: int) -> Fault:
@@ -131,7 +131,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def noticed(fault: Fault, tree: Path) -> bool:
-    """Run the module's tests on the copy in `tree`, in a fork."""
+    """Run the module's tests on the copy in `tree` in a fork; returns whether they detect the fault."""
     (tree / "plaudit" / fault.module).write_text(fault.source)
     child = os.fork()
     if child == 0:
@@ -166,31 +166,31 @@ def _test(tree: Path, files: list[str]) -> int:
     os.environ["PYTHONPATH"] = str(tree)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
-    words = [*(f"tests/{file}" for file in files), "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *QUIET]
-    return int(pytest.main([*words, "-m", "not slow and not interop and not gpu"]))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    arguments = [*(f"tests/{file}" for file in files), "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *QUIET]
+    return int(pytest.main([*arguments, "-m", "not slow and not interop and not gpu"]))
 
 
-def main(wanted: list[str], each: int = 3) -> None:
+def main(modules: list[str], each: int = 3) -> None:
     import torch  # noqa: F401 (imported once, for all forks)
     import transformers  # noqa: F401
 
     assert not any(name.split(".")[0] == "plaudit" for name in sys.modules), "forks import the copy"
     survivors, total = [], 0
-    with tempfile.TemporaryDirectory() as place:
-        tree = Path(place)
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory)
         for name in ("plaudit", "tests", "docs", "benchmarks", "pyproject.toml", "README.md"):
             source = ROOT / name
             shutil.copytree(source, tree / name) if source.is_dir() else shutil.copy(source, tree / name)
-        for module in wanted or MODULES:
-            whole = (ROOT / "plaudit" / module).read_text()
-            assert not noticed(Fault(module, 0, "", "", whole), tree), f"{MODULES[module]} fails without any fault"
-            possible = places(ast.parse(whole))
-            chosen = possible if wanted else random.Random(module).sample(possible, min(each, len(possible)))
-            for at in chosen:
-                fault, total = put(module, at), total + 1
+        for module in modules or MODULES:
+            original = (ROOT / "plaudit" / module).read_text()
+            assert not noticed(Fault(module, 0, "", "", original), tree), f"{MODULES[module]} fails without any fault"
+            candidates = places(ast.parse(original))
+            chosen = candidates if modules else random.Random(module).sample(candidates, min(each, len(candidates)))
+            for index in chosen:
+                fault, total = put(module, index), total + 1
                 ok = noticed(fault, tree)
                 print(f"{'noticed ' if ok else 'SURVIVED'} {module}:{fault.line}  {fault.before}  ->  {fault.after}")
                 sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""A notebook without Jupyter: its code cells run in order, in one namespace and inside a running event loop, as there.
+"""Runs a notebook without Jupyter: its code cells in order, in one namespace and in a running event loop.
 
-python -m tests.notebook examples/first_run.ipynb   runs it and stores what the cells gave
+python -m tests.notebook examples/first_run.ipynb   runs it and stores the outputs of its cells
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run_notebook(path: Path) -> list[list[Output]]:
-    """The outputs of each code cell: what it printed, and its last expression."""
+    """The outputs of each code cell: its printed text and the value of its last expression."""
     cells = code_cells(json.loads(path.read_text(encoding="utf-8")))
     namespace: dict[str, Any] = {"__name__": "__main__"}
 
@@ -60,10 +60,10 @@ def _shown(value: Any) -> dict[str, list[str]]:
 
 def store(path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         outputs = run_notebook(path)
-    for cell, found in zip(code_cells(notebook), outputs, strict=True):
-        cell["outputs"] = found
+    for cell, cell_outputs in zip(code_cells(notebook), outputs, strict=True):
+        cell["outputs"] = cell_outputs
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -49,20 +49,20 @@ class Block:
 
 def blocks_of(text: str, page: str) -> list[Block]:
     """Raises ValueError for a comment before a block that is empty or that no test reads."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     lines = text.split("\n")
-    at = 0
-    while at < len(lines):
-        if not lines[at].startswith("```"):
-            at += 1
+    start = 0
+    while start < len(lines):
+        if not lines[start].startswith("```"):
+            start += 1
             continue
-        end = lines.index("```", at + 1)
-        body = "".join(f"{line}\n" for line in lines[at + 1 : end])
-        found.append(Block(page, at + 1, lines[at][3:].strip(), body, _notes(lines, at, page)))
-        at = end + 1
+        end = lines.index("```", start + 1)
+        body = "".join(f"{line}\n" for line in lines[start + 1 : end])
+        blocks.append(Block(page, start + 1, lines[start][3:].strip(), body, _notes(lines, start, page)))
+        start = end + 1
     return [
         Block(b.page, b.line, b.language, b.text, b.notes, n.text if n is not None and n.language == "text" else None)
-        for b, n in zip(found, [*found[1:], None], strict=False)
+        for b, n in zip(blocks, [*blocks[1:], None], strict=False)
     ]
 
 
@@ -83,28 +83,28 @@ def _notes(lines: list[str], at: int, page: str) -> dict[str, str]:
 
 def commands(text: str) -> Iterator[str]:
     """The commands of a shell block, with continuation lines joined; comments are kept."""
-    held = ""
+    pending = ""
     for line in text.splitlines():
-        held = f"{held}\n{line}" if held else line
-        if held.endswith("\\"):
-            held = held[:-1]
+        pending = f"{pending}\n{line}" if pending else line
+        if pending.endswith("\\"):
+            pending = pending[:-1]
             continue
         try:
-            words = shlex.split(held, comments=True)
-        except ValueError:  # a quotation that continues on the next line
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quoted string that continues on the next line
             continue
         if words:
-            yield held
-        held = ""
-    if held:
-        raise ValueError(f"a command that does not end: {held}")
+            yield pending
+        pending = ""
+    if pending:
+        raise ValueError(f"a command that does not end: {pending}")
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"), str(page.relative_to(ROOT)))]
 
 
 def furnished(place: Path) -> Path:
-    """A directory with the files that the pages' commands name: models at made-up paths, rows to score."""
+    """The directory with the files that the pages' commands use: models at placeholder paths, rows to score."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -118,7 +118,7 @@ def furnished(place: Path) -> Path:
 
 
 def stand_in(name: str) -> str:
-    """The embedded model that stands in for a made-up one."""
+    """The embedded model that replaces a placeholder name."""
     if re.search("prm|process|llemma", name):
         return "sums-steps"
     return "sums" if re.search("reward|rm", name) else "sums-policy"

@@ -38,10 +38,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> plaudit.TrainedRun:
 
 
 @pytest.mark.slow
-def test_a_function_here_trains_as_the_command_does_with_its_rule(run: plaudit.TrainedRun, tmp_path: Path) -> None:
-    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    done = plaudit_here("train", "sums-grpo", "--out", str(tmp_path), *sets, "--set", "train.steps=2")
-    assert done.returncode == 0, done.stderr
+def test_function_reward_gives_the_same_run_as_the_commands_rule(run: plaudit.TrainedRun, tmp_path: Path) -> None:
+    sets = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={value}")]
+    result = plaudit_here("train", "sums-grpo", "--out", str(tmp_path), *sets, "--set", "train.steps=2")
+    assert result.returncode == 0, result.stderr
     by_command = plaudit.TrainedRun(tmp_path, {})
     for name in ("reward/mean", "policy/loss", "heldout/accuracy"):
         assert run.curve(name) == by_command.curve(name)
@@ -49,7 +49,7 @@ def test_a_function_here_trains_as_the_command_does_with_its_rule(run: plaudit.T
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
-def test_what_a_run_gives_back(run: plaudit.TrainedRun) -> None:
+def test_run_has_summary_curves_recipe_and_engine(run: plaudit.TrainedRun) -> None:
     assert run.summary["steps"] == 2
     assert [step for step, _ in run.curve("reward/mean")] == [1, 2]
     assert "steps = 2" in run.recipe
@@ -59,7 +59,7 @@ def test_what_a_run_gives_back(run: plaudit.TrainedRun) -> None:
         run.curve("reward/men")
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(run: plaudit.TrainedRun, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_to_the_same_weights(run: plaudit.TrainedRun, tmp_path: Path) -> None:
     class Enough(Exception):
         pass
 
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(run: plaudit.TrainedRun, tmp_p
     assert all((straight[name] == resumed[name]).all() for name in straight)
 
 
-def test_functions_in_the_form_of_trl_see_all_responses_of_a_prompt(tmp_path: Path) -> None:
+def test_trl_style_reward_gets_all_responses_of_a_prompt(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def lengths(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -89,7 +89,7 @@ def test_functions_in_the_form_of_trl_see_all_responses_of_a_prompt(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_function_that_fails_is_an_error_and_never_a_zero(tmp_path: Path) -> None:
+def test_failing_reward_function_raises(tmp_path: Path) -> None:
     def fails(prompt: str, response: str, truth: str) -> float:
         raise KeyError("price")
 
@@ -97,12 +97,12 @@ def test_a_function_that_fails_is_an_error_and_never_a_zero(tmp_path: Path) -> N
         grpo(tmp_path, reward=fails)
 
 
-def test_rows_are_kept_in_the_run(tmp_path: Path) -> None:
+def test_rows_are_saved_in_the_run_directory(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "response": f"{n}+1={n + 1};#{n + 1}"} for n in range(1, 9)] * 3
     keys: dict[str, Any] = {"steps": 2, "quiet": True, "model": "sums-policy", "options": {"train.batch": 4}}
     first = train("sums-sft", out=tmp_path, data=iter(rows), **keys)
-    (kept,) = tmp_path.glob("data-*.jsonl")
-    assert len(kept.read_text().splitlines()) == 24
+    (saved,) = tmp_path.glob("data-*.jsonl")
+    assert len(saved.read_text().splitlines()) == 24
     assert len(first.curve("loss")) == 2
     with pytest.raises(RunError, match=r"already contains a run"):
         train("sums-sft", out=tmp_path, data=rows, **keys)
@@ -131,17 +131,17 @@ def test_a_run_in_a_thread(tmp_path: Path) -> None:
         ({"reward": lambda answer: 1.0}, r"the reward <lambda>\(answer\) cannot be called"),
     ],
 )
-def test_what_cannot_run_is_said_at_once(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected_before_the_run(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         grpo(tmp_path, **keys)
     assert not (tmp_path / "events.jsonl").exists()
 
 
-def test_rewards_are_for_rl(tmp_path: Path) -> None:
+def test_reward_needs_an_rl_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward needs an RL recipe, but the recipe has task = 'sft'"):
         train("sums-sft", out=tmp_path, reward=correct)
 
 
-def test_the_name_is_callable_whatever_was_imported_before() -> None:
+def test_train_is_callable_after_submodule_imports() -> None:
     code = "import plaudit.train.rollouts.pairs, plaudit; from plaudit import train; assert callable(train)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

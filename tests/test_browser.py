@@ -1,4 +1,4 @@
-"""Without playwright, tests are still collected, and the others run."""
+"""Without playwright, all tests are collected, and those that need no browser run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ HIDE = "import sys\nsys.modules['playwright'] = None\n"
 
 
 @pytest.mark.slow
-def test_pages_are_skipped_and_said_to_be_where_playwright_is_missing(tmp_path: Path) -> None:
+def test_page_tests_are_skipped_with_a_message_without_playwright(tmp_path: Path) -> None:
     (tmp_path / "no_playwright.py").write_text(HIDE)
     command = [sys.executable, "-m", "pytest", "-p", "no_playwright", "-p", "no:cacheprovider", *PAGES]
-    chosen = "draws or cannot_leave"  # one that needs a browser, one that does not, and a file that is skipped whole
-    whole = {name: value for name, value in os.environ.items() if name != "PLAUDIT_SHARES"}
-    environment = {**whole, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(
+    chosen = "draws or cannot_leave"  # one that needs a browser, one that does not, and a file that is skipped entirely
+    inherited = {name: value for name, value in os.environ.items() if name != "PLAUDIT_SHARES"}
+    environment = {**inherited, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(
         [*command, "-k", chosen], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, done.stdout
-    assert "skipped: no playwright for the tests of pages: pip install playwright" in done.stdout
-    assert "1 passed, 2 skipped" in done.stdout
+    assert result.returncode == 0, result.stdout
+    assert "skipped: no playwright for the tests of pages: pip install playwright" in result.stdout
+    assert "1 passed, 2 skipped" in result.stdout

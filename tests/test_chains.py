@@ -1,4 +1,4 @@
-"""The chains of recipes/*.sh from end to end: real commands in their order, with a tiny model instead of SmolLM2."""
+"""The scripts recipes/*.sh from end to end: the real commands in order, with a tiny model instead of SmolLM2."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from plaudit.train.supervised.supervised import SupervisedTraining
 
 pytestmark = pytest.mark.slow
 
-# What makes a chain small. The tiny model answers little right: for what is learned from it, a first digit below 5 is.
+# Settings that make a chain small. The tiny model is rarely right, so a first digit below 5 counts as right (RULE).
 SMALL = {
     "dtype": '"float32"', "device": '"cpu"', "kv_bytes": "67108864", "processes": "1", "steps": "2",
     "prompts_per_step": "8", "samples_per_prompt": "3", "minibatches": "2", "eval_items": "4", "batch": "4",
     "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048", "max_tokens": "24",
 }  # fmt: skip
-SHOTS = re.compile(r"^shots = \[\n(?:  .*\n)*\]\n", re.MULTILINE)  # the tiny model was taught without any
+SHOTS = re.compile(r"^shots = \[\n(?:  .*\n)*\]\n", re.MULTILINE)  # the tiny model was trained without shots
 RULE = re.compile(r'^rule = "gym"\nanswer = .*$', re.MULTILINE)
 
 
@@ -48,29 +48,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(module, tokenizer, directory / "new")
     rows = directory / "rows.jsonl"
     rows.write_text("".join(json.dumps(shown(index)) + "\n" for index in range(400)))
-    taught = parse_recipe(
+    recipe = parse_recipe(
         {"task": "sft", "model": {"path": str(directory / "new")}, "data": {"path": str(rows), "eval_items": 4},
          "train": {"steps": 120, "batch": 8, "lr": 5e-3, "threads": 1}}, "test",
     )  # fmt: skip
-    assert isinstance(taught, SftRecipe)
-    with Run(directory / "tiny", taught) as run:
-        SupervisedTraining(taught, run, Progress("tiny")).fit()
+    assert isinstance(recipe, SftRecipe)
+    with Run(directory / "tiny", recipe) as run:
+        SupervisedTraining(recipe, run, Progress("tiny")).fit()
     return directory / "tiny"
 
 
 def shown(index: int) -> dict[str, Any]:
-    """A sum that is worked out line by line, in the form that the recipes' shots have."""
-    draw = random.Random(index)
-    terms = [draw.randrange(10) for _ in range(draw.choice((3, 4)))]
-    asked, value, lines = str(terms[0]), terms[0], []
+    """A sum computed line by line, in the format of the recipes' shots."""
+    rng = random.Random(index)
+    terms = [rng.randrange(10) for _ in range(rng.choice((3, 4)))]
+    expression, value, lines = str(terms[0]), terms[0], []
     for term in terms[1:]:
-        sign = draw.choice("+-")
-        asked, before = f"{asked} {sign} {term}", value
+        sign = rng.choice("+-")
+        expression, before = f"{expression} {sign} {term}", value
         value = value + term if sign == "+" else value - term
         lines.append(f"{before} {sign} {term} = {value}")
-    said = "\n".join([*lines, f"Answer: {value}"])
-    question = f"State the final answer to the following arithmetic problem: {asked} ="
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
+    solution = "\n".join([*lines, f"Answer: {value}"])
+    question = f"State the final answer to the following arithmetic problem: {expression} ="
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]}
 
 
 def small(recipes: Path, tiny: Path) -> None:
@@ -80,35 +80,37 @@ def small(recipes: Path, tiny: Path) -> None:
             text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
         if path.stem in ("smollm2-rollouts", "smollm2-solutions"):
             text = RULE.sub("rule = 'regex'\npattern = '^-?[0-4]'", text)
-        text = SHOTS.sub("", text).replace(r"'Answer: (-?\d+)\s*$'", r"'(\S+)\s*$'")  # any last word is an answer
+        text = SHOTS.sub("", text).replace(
+            r"'Answer: (-?\d+)\s*$'", r"'(\S+)\s*$'"
+        )  # any last word counts as the answer
         path.write_text(text)
 
 
 def run_chain(name: str, directory: Path, tiny: Path) -> str:
-    here = Path.cwd()
+    root = Path.cwd()
     shutil.copytree("plaudit/recipes", directory / "recipes")
     small(directory / "recipes", tiny)
     environment = {
-        **os.environ, "PYTHONPATH": str(here), "PLAUDIT": f"{sys.executable} -m plaudit", "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": str(root), "PLAUDIT": f"{sys.executable} -m plaudit", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    result = subprocess.run(
         [f"recipes/{name}.sh"], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
-def test_from_answers_to_ppo_against_a_learned_reward(tmp_path: Path, tiny: Path) -> None:
-    told = run_chain("smollm2-ppo-rm", tmp_path, tiny)
-    assert re.search(r"pairs\.jsonl: \d+ pairs of 16 prompts", told)
-    assert re.search(r"smollm2-ppo-rm: 2 steps in .*; truth 0\.\d+ -> ", told)
+def test_chain_from_rollouts_to_ppo_with_a_learned_reward(tmp_path: Path, tiny: Path) -> None:
+    output = run_chain("smollm2-ppo-rm", tmp_path, tiny)
+    assert re.search(r"pairs\.jsonl: \d+ pairs of 16 prompts", output)
+    assert re.search(r"smollm2-ppo-rm: 2 steps in .*; truth 0\.\d+ -> ", output)
     assert (tmp_path / "runs" / "smollm2-ppo-rm" / "report.html").is_file()
     assert (tmp_path / "runs" / "smollm2-ppo-rm" / "final" / "config.json").is_file()
 
 
-def test_from_solutions_to_a_search_with_step_values(tmp_path: Path, tiny: Path) -> None:
-    told = run_chain("smollm2-search", tmp_path, tiny)
-    assert re.search(r"steps\.jsonl: \d+ steps of \d+ solutions", told)
+def test_chain_from_solutions_to_a_search_with_a_step_value_model(tmp_path: Path, tiny: Path) -> None:
+    output = run_chain("smollm2-search", tmp_path, tiny)
+    assert re.search(r"steps\.jsonl: \d+ steps of \d+ solutions", output)
     for method in ("best-of-n", "rebase", "ets"):
-        assert f"{method}, width 4: 2 questions" in told
+        assert f"{method}, width 4: 2 questions" in output
     assert (tmp_path / "runs" / "smollm2-ets" / "report.html").is_file()

@@ -1,4 +1,4 @@
-"""The command line as a user sees it: real processes."""
+"""The command line as a user runs it: real processes."""
 
 import subprocess
 import sys
@@ -16,21 +16,21 @@ def plaudit(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPro
 
 
 def test_help_and_version() -> None:
-    done = plaudit("--help")
-    assert done.returncode == 0
+    result = plaudit("--help")
+    assert result.returncode == 0
     for verb in ("train", "report", "import"):
-        assert verb in done.stdout
+        assert verb in result.stdout
     assert plaudit("--version").stdout.startswith("plaudit 0.")
     assert plaudit().returncode != 0
 
 
-def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(Path("plaudit/recipes/sums-sft.toml").read_text())
-    done = plaudit("train", str(recipe), "--set", "train.lr=0.125", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "lr = 0.125" in done.stdout
-    assert 'schedule = "linear"' in done.stdout
+    result = plaudit("train", str(recipe), "--set", "train.lr=0.125", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "lr = 0.125" in result.stdout
+    assert 'schedule = "linear"' in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
 
 
@@ -43,13 +43,13 @@ def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> 
         (["report", "{tmp}"], "is not a run directory"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = plaudit(*(argument.format(tmp=tmp_path) for argument in arguments))
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert done.stderr.startswith("plaudit: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+def test_user_error_is_one_line_with_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = plaudit(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stderr.startswith("plaudit: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], 
         (["import", "none.gguf"], "none.gguf"),
     ],
 )
-def test_so_is_what_is_seen_when_models_and_data_are_looked_for(
+def test_missing_models_and_data_are_one_line_with_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    done = plaudit_here(*arguments, str(tmp_path / "out"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.startswith("plaudit: ")
-    assert done.stderr.count("\n") == 1
+    result = plaudit_here(*arguments, str(tmp_path / "out"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.startswith("plaudit: ")
+    assert result.stderr.count("\n") == 1
 
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow", "ray", "triton", "uvicorn")
@@ -83,7 +83,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy",
     ],
     ids=lambda words: " ".join(words[:1]),
 )
-def test_what_only_looks_imports_no_heavy_module(words: list[str], more: list[str]) -> None:
+def test_informational_commands_import_no_heavy_module(words: list[str], more: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['plaudit', *{words!r}]\n"
         "from plaudit.cli import main\n"
@@ -91,6 +91,6 @@ def test_what_only_looks_imports_no_heavy_module(words: list[str], more: list[st
         "except SystemExit as end: assert not end.code, end.code\n"
         f"print('LOADED', *(name for name in {[*HEAVY, *more]!r} if name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "LOADED"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "LOADED"

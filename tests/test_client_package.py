@@ -17,7 +17,7 @@ from tests.serve.scripted import Scripted
 
 ROOT = Path(__file__).parent.parent
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-# What an environment with httpx and msgspec has; everything else that Plaudit needs is not there.
+# Simulates an environment with httpx and msgspec but none of Plaudit's other dependencies.
 ALONE = """
 import importlib.abc, sys
 sys.path[:0] = [{package!r}]
@@ -32,15 +32,15 @@ BLOCKED = ("plaudit", "torch", "transformers", "tokenizers", "numpy", "pydantic"
 
 
 def built(kind: str, source: Path, out: Path) -> Path:
-    words = [sys.executable, "-c", BUILD, kind, str(out)]
-    done = subprocess.run(words, cwd=source, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return out / done.stdout.splitlines()[-1]
+    command = [sys.executable, "-c", BUILD, kind, str(out)]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return out / result.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the source distribution, which is what an index would have."""
+    """Built from the source distribution, as by a package index."""
     root = tmp_path_factory.mktemp("client")
     ignored = shutil.ignore_patterns("__pycache__", "plaudit_client", "*.egg-info", "build")
     shutil.copytree(ROOT / "client", root / "tree" / "client", ignore=ignored)
@@ -54,19 +54,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built("build_wheel", unpacked, root)
 
 
-def alone(wheel: Path, code: str) -> str:
+def run_isolated(wheel: Path, code: str) -> str:
     package = wheel.parent / "package"
     if not package.exists():
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(package)
-    first = ALONE.format(package=str(package), site=sysconfig.get_path("purelib"), blocked=BLOCKED)
-    words = [sys.executable, "-I", "-S", "-c", first + code]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    preamble = ALONE.format(package=str(package), site=sysconfig.get_path("purelib"), blocked=BLOCKED)
+    command = [sys.executable, "-I", "-S", "-c", preamble + code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.strip()
 
 
-def test_every_module_is_there_and_loads_without_the_rest(wheel: Path) -> None:
+def test_wheel_has_every_module_and_they_load_without_plaudit(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("plaudit_client/")}
     expected = {
@@ -77,17 +77,21 @@ def test_every_module_is_there_and_loads_without_the_rest(wheel: Path) -> None:
     extra = {f"plaudit_client/{name}" for name in ("__init__.py", "errors.py", "records.py", "py.typed")}
     assert names == expected | extra
     python = {name for name in names if name.endswith(".py")} - {"plaudit_client/integrations/nemo_rl.py"}
-    modules = sorted(name.removesuffix(".py").replace("/", ".") for name in python)  # that one imports NeMo RL
-    alone(wheel, f"import importlib\nfor name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))")
+    modules = sorted(
+        name.removesuffix(".py").replace("/", ".") for name in python
+    )  # nemo_rl.py is excluded: it imports NeMo RL
+    run_isolated(
+        wheel, f"import importlib\nfor name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))"
+    )
 
 
-def test_it_asks_for_httpx_and_msgspec_alone() -> None:
+def test_client_depends_only_on_httpx_and_msgspec() -> None:
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == ["httpx>=0.24", "msgspec>=0.18"]
     assert project["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def test_it_scores_over_http_and_so_do_its_reward_functions(wheel: Path) -> None:
+def test_client_and_its_reward_functions_score_over_http(wheel: Path) -> None:
     with Scripted() as server:
         code = f"""
 from plaudit_client import RewardClient
@@ -98,5 +102,5 @@ print(compute_score_sync("d", "7", "t", {{"prompt": "x"}}, url={server.url!r}, m
 from plaudit_client.integrations.trl import RemoteReward
 print(RemoteReward({server.url!r}, model="sums")(["x"], ["3"]))
 """
-        assert alone(wheel, code).splitlines() == ["[2.5, -1.0]", "7.0", "[3.0]"]
-    assert [asked.body["model"] for asked in server.asked] == ["sums"] * 3
+        assert run_isolated(wheel, code).splitlines() == ["[2.5, -1.0]", "7.0", "[3.0]"]
+    assert [request.body["model"] for request in server.asked] == ["sums"] * 3

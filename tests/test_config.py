@@ -21,25 +21,25 @@ SFT = RECIPES_DIR / "sums-sft.toml"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_resolved_recipe_reads_back_as_itself(path: Path) -> None:
+def test_resolved_recipe_round_trips_through_toml(path: Path) -> None:
     recipe = load_recipe(path)
     assert parse_recipe(tomllib.loads(to_toml(recipe)), "again") == recipe
 
 
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
-def test_so_does_the_recipe_of_a_search(path: Path) -> None:
+def test_resolved_search_recipe_round_trips_through_toml(path: Path) -> None:
     recipe = load_search(path, {})
     assert parse_search(tomllib.loads(to_toml(recipe)), "again") == recipe
 
 
 @pytest.mark.parametrize("path", SERVERS, ids=lambda path: path.stem)
-def test_what_is_served_beside_a_recipe_is_a_model_that_one_makes(path: Path) -> None:
+def test_shipped_server_configs_serve_models_that_shipped_recipes_train(path: Path) -> None:
     for model in read_serve(path)["models"].values():
         assert RECIPES_DIR / f"{Path(model['path']).name}.toml" in RECIPES
         assert set(model) <= set(OutcomeTable.model_fields)
 
 
-def test_the_users_choice_is_kept_and_only_defaults_are_added() -> None:
+def test_resolving_keeps_user_settings_and_adds_defaults() -> None:
     given_tree = tomllib.loads(SFT.read_text())
     resolved = load_recipe(SFT).model_dump()
     for table in ("data", "train"):
@@ -92,7 +92,7 @@ def test_set_overrides_one_key(override: str, key: object, value: object) -> Non
         (["model.path='a"], "leave the quotes out, or double backslashes"),
     ],
 )
-def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], message: str) -> None:
+def test_config_errors_name_the_key_the_value_and_the_fix(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(SFT, overrides)
     assert message in str(caught.value)
@@ -100,12 +100,12 @@ def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], mess
 
 
 @pytest.mark.parametrize("task", ["sft", "preference", "reward", "prm", "rl"])
-def test_a_recipe_for_data_of_ones_own_says_nothing_of_worlds(task: str) -> None:
+def test_recipe_for_own_data_has_no_world_settings(task: str) -> None:
     tree = tomllib.loads(new_recipe(task, "sums-policy", "mine.jsonl"))
     recipe = parse_recipe(tree, "init")
     data = tomllib.loads(to_toml(recipe))["data"]
     assert not {"sums", "problems", "gym_options", "sources"} & data.keys()
-    # What somebody has set is never left out.
+    # Explicit settings are never left out.
     changed = parse_recipe({**tree, "data": {**tree["data"], "sums": {"digits": 2}}}, "init")
     assert parse_recipe(tomllib.loads(to_toml(changed)), "again") == changed
     assert parse_recipe(tomllib.loads(to_toml(recipe)), "again") == recipe

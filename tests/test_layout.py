@@ -56,7 +56,7 @@ def text_of(name: str, place: Path) -> str:
 
 @in_browser
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits_its_window(name: str, browser: Browser, tmp_path: Path) -> None:
+def test_page_has_no_layout_faults(name: str, browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(text_of(name, tmp_path), encoding="utf-8")
     page = browser.new_page()

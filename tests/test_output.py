@@ -12,15 +12,15 @@ from plaudit.errors import StorageError
 from plaudit.output import check_writable, written
 
 
-def test_refusals_come_before_the_work(tmp_path: Path) -> None:
+def test_unwritable_outputs_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="does not exist"):
         check_writable(tmp_path / "none" / "out.jsonl")
     with pytest.raises(StorageError, match="it is a directory"):
         check_writable(tmp_path)
 
 
-def test_a_refusing_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    def limited() -> None:
+def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    def set_file_size_limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
 
@@ -30,13 +30,15 @@ def test_a_refusing_disk_leaves_the_old_file(tmp_path: Path) -> None:
         "from pathlib import Path; from plaudit.output import written\n"
         f"with written(Path({str(out)!r})) as file: file.write('x' * 100)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, preexec_fn=limited)
-    assert "StorageError: cannot write" in done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, preexec_fn=set_file_size_limit
+    )
+    assert "StorageError: cannot write" in result.stderr
     assert out.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+def test_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     out.write_text("old\n")
     with pytest.raises(ZeroDivisionError), written(out) as file:
@@ -49,7 +51,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     assert out.read_text() == "new\n"
 
 
-def test_a_link_and_a_device_are_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_links_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     link.symlink_to(real)
     with written(link) as file:

@@ -1,4 +1,4 @@
-"""Recipes by name, the list of them, and recipes for one's own data."""
+"""Recipes by name, their list, and recipes for a user's own data."""
 
 import tomllib
 from pathlib import Path
@@ -13,7 +13,7 @@ from plaudit.errors import ConfigError
 from tests.command import plaudit_here
 
 
-def test_a_list_of_all_with_task_and_description() -> None:
+def test_recipes_lists_names_tasks_and_descriptions() -> None:
     lines = plaudit_here("recipes").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(recipe_names())
     (line,) = [line for line in lines if line.startswith("sums-grpo ")]
@@ -23,7 +23,7 @@ def test_a_list_of_all_with_task_and_description() -> None:
 
 
 @pytest.mark.parametrize("listing", listings(), ids=lambda listing: listing.name)
-def test_the_first_line_of_a_recipe_stands_alone(listing: object) -> None:
+def test_first_line_of_a_recipe_is_a_short_sentence(listing: object) -> None:
     description = listing.description  # type: ignore[attr-defined]
     assert not description.startswith("#")
     assert description.endswith((".", "?"))
@@ -31,7 +31,7 @@ def test_the_first_line_of_a_recipe_stands_alone(listing: object) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "search"])
-def test_a_name_runs_in_any_directory_as_the_file_does(verb: str, tmp_path: Path) -> None:
+def test_recipe_name_resolves_like_its_file_in_any_directory(verb: str, tmp_path: Path) -> None:
     name = {"train": "sums-grpo", "search": "search-rebase"}[verb]
     by_name = plaudit_here(verb, name, "--dry-run", cwd=tmp_path)
     assert by_name.returncode == 0, by_name.stderr
@@ -41,7 +41,9 @@ def test_a_name_runs_in_any_directory_as_the_file_does(verb: str, tmp_path: Path
     assert (tmp_path / "mine.toml").read_text() == plaudit_here("recipes", name).stdout
 
 
-def test_a_file_wins_over_a_name_and_a_directory_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_a_name_and_a_directory_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sums-grpo").mkdir()
     assert load_recipe(Path("sums-grpo")).task == "rl"
@@ -49,14 +51,14 @@ def test_a_file_wins_over_a_name_and_a_directory_does_not(tmp_path: Path, monkey
     assert load_recipe(Path("sums-sft")).task == "prm"
 
 
-def test_a_named_recipe_runs_in_a_directory_of_its_name(tmp_path: Path) -> None:
+def test_named_recipe_writes_to_a_run_directory_of_its_name(tmp_path: Path) -> None:
     small = {
         "train.steps": 1, "train.prompts_per_step": 2, "train.samples_per_prompt": 2, "data.eval_items": 2,
         "model.device": "cpu",
     }  # fmt: skip
-    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    done = plaudit_here("train", "sums-grpo", *sets, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    sets = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
+    result = plaudit_here("train", "sums-grpo", *sets, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "runs" / "sums-grpo" / "final" / "config.json").is_file()
 
 
@@ -82,30 +84,30 @@ def test_a_named_recipe_runs_in_a_directory_of_its_name(tmp_path: Path) -> None:
         (["search", "--world", "nope", "--dry-run"], "world 'nope'; known: sums, sums-hard"),
     ],
 )
-def test_mistakes_get_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+def test_user_error_is_one_line_and_writes_nothing(words: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("mine")
-    done = plaudit_here(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = plaudit_here(*words, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["own.toml"]
     assert (tmp_path / "own.toml").read_text() == "mine"
 
 
 @pytest.mark.parametrize("task", template_tasks())
-def test_init_writes_a_recipe_for_ones_own_data(task: str, tmp_path: Path) -> None:
+def test_init_writes_a_recipe_for_own_data(task: str, tmp_path: Path) -> None:
     data, model = 'odd "name" \\ of.jsonl', "models/mine"
-    done = plaudit_here("init", "my.toml", "--task", task, "--data", data, "--model", model, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = plaudit_here("init", "my.toml", "--task", task, "--data", data, "--model", model, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     verb = "search" if task == "search" else "train"
-    assert f"plaudit {verb} my.toml --dry-run" in done.stdout
+    assert f"plaudit {verb} my.toml --dry-run" in result.stdout
     resolved = plaudit_here(verb, "my.toml", "--dry-run", cwd=tmp_path)
     assert resolved.returncode == 0, resolved.stderr
     tree = tomllib.loads(resolved.stdout)
     assert (tree["task"], tree["data"]["path"], tree["model"]["path"]) == (task, data, model)
 
 
-def test_init_without_options_writes_a_template_as_it_is(tmp_path: Path) -> None:
+def test_init_without_options_writes_the_default_template(tmp_path: Path) -> None:
     assert plaudit_here("init", cwd=tmp_path).returncode == 0
     recipe = load_recipe(tmp_path / "recipe.toml")
     assert (recipe.task, recipe.model.path) == ("sft", "smollm2")
@@ -121,18 +123,18 @@ ROWS = {
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_such_a_recipe_trains_on_rows_of_the_form_that_it_describes(task: str, tmp_path: Path) -> None:
+def test_init_recipe_trains_on_rows_of_its_documented_form(task: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{ROWS[task]}\n" * 20)
-    words = ["--task", task, "--data", "rows.jsonl", "--model", "sums-policy"]
-    assert plaudit_here("init", "my.toml", *words, cwd=tmp_path).returncode == 0
+    options = ["--task", task, "--data", "rows.jsonl", "--model", "sums-policy"]
+    assert plaudit_here("init", "my.toml", *options, cwd=tmp_path).returncode == 0
     small = ["train.steps=1", "data.eval_items=2", "model.device=cpu"]
     small += ["train.prompts_per_step=2", "sampling.max_tokens=8"] if task == "rl" else ["train.batch=2"]
-    done = plaudit_here("train", "my.toml", *(word for key in small for word in ("--set", key)), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = plaudit_here("train", "my.toml", *(argument for key in small for argument in ("--set", key)), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "runs" / "my" / "final" / "config.json").is_file()
 
 
-def test_errors_of_a_missing_recipe_are_of_one_kind() -> None:
+def test_missing_recipe_is_a_config_error_for_every_loader() -> None:
     for load in (load_recipe, lambda path: load_search(path, {})):
         with pytest.raises(ConfigError, match="no recipe at nowhere"):
             load(Path("nowhere"))

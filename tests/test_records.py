@@ -19,14 +19,14 @@ def test_records_are_frozen_and_slotted() -> None:
     assert not hasattr(sample(), "__dict__")
 
 
-def test_a_sample_has_one_entry_per_token_in_every_list() -> None:
+def test_sample_has_one_entry_per_token_in_every_list() -> None:
     with pytest.raises(ValueError, match="'logprobs': 1"):
         sample(logprobs=(-0.1,))
     with pytest.raises(ValueError, match="'token_rewards': 3"):
         sample(token_rewards=(0.0, 0.0, 1.0))
 
 
-def test_a_failed_score_is_an_error_and_never_a_number() -> None:
+def test_score_is_either_a_value_or_an_error() -> None:
     error = ItemError("too_long", "9 tokens, the limit is 8")
     assert Score(error=error).value is None
     for bad in ({}, {"value": 0.0, "error": error}):
@@ -36,7 +36,7 @@ def test_a_failed_score_is_an_error_and_never_a_number() -> None:
         StepScores(values=(0.5,))
 
 
-def test_a_batch_knows_its_groups_in_order() -> None:
+def test_batch_groups_keep_their_order() -> None:
     batch = Batch(tuple(sample(group, index) for group in (7, 3) for index in range(2)))
     assert [(group, [s.index for s in members]) for group, members in batch.groups().items()] == [
         (7, [0, 1]),

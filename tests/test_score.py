@@ -1,4 +1,4 @@
-"""`plaudit score` as a user sees it: real processes, the embedded models, a real server."""
+"""`plaudit score` as a user runs it: real processes, the embedded models, a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.serve.scripted import Answer, Asked, Scripted, right
 ROWS: list[dict[str, Any]] = [
     {"prompt": "3+4+5=", "response": "3+4=7;7+5=12;#12", "id": 7},
     {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12", "", ["3+4=9;", "9+5=14;", "#14"]]},
-    {"text": "3+4+5=3+4=7;7+5=12;#12<eos>"},  # rendered: the end token is its own
+    {"text": "3+4+5=3+4=7;7+5=12;#12<eos>"},  # rendered: it includes the end token
     {"tokens": [1, 12, 14], "score": "an older one"},
 ]
 
@@ -48,15 +48,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_forked("score", *arguments)
 
 
-def options(**given: Any) -> dict[str, Any]:
-    none: dict[str, Any] = dict.fromkeys(("model", "api_key", "out", "truncate"))
-    return {**none, "urls": [], "steps": False, "batch": 256, **given}
+def options(**overrides: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = dict.fromkeys(("model", "api_key", "out", "truncate"))
+    return {**defaults, "urls": [], "steps": False, "batch": 256, **overrides}
 
 
-def test_a_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path) -> None:
+def test_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "scored.jsonl"
-    done = command(str(write(tmp_path / "rows.jsonl", ROWS)), "--model", "sums-steps", "--steps", "--out", str(out))
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    result = command(str(write(tmp_path / "rows.jsonl", ROWS)), "--model", "sums-steps", "--steps", "--out", str(out))
+    assert (result.returncode, result.stdout) == (1, ""), result.stderr
     lines = read(out.read_text())
     alone, group, text, tokens = lines
     local = load_reward("sums-steps").score([Item(prompt="3+4+5=", response="3+4=7;7+5=12;#12")])[0]
@@ -67,17 +67,17 @@ def test_a_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path
     assert group["errors"] == [None, {"type": "no_steps", "message": group["errors"][1]["message"]}, None]
     assert text["score"] == pytest.approx(local.aggregate, abs=1e-5)
     assert (tokens["error"]["type"], "score" in tokens) == ("no_steps", False)
-    assert done.stderr == f"plaudit: 4 responses scored by version {local.version}; 2 failed: 2 no_steps\n"
+    assert result.stderr == f"plaudit: 4 responses scored by version {local.version}; 2 failed: 2 no_steps\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scored.jsonl"]
 
 
-def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_invalid_row_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "1+2="}])
     with Scripted() as scripted:
-        done = plaudit_here("score", str(rows), "--url", scripted.url, "--out", str(tmp_path / "out.jsonl"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("plaudit: rows.jsonl:2: an Item with a prompt needs a response")
-    assert done.stderr.count("\n") == 1
+        result = plaudit_here("score", str(rows), "--url", scripted.url, "--out", str(tmp_path / "out.jsonl"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("plaudit: rows.jsonl:2: an Item with a prompt needs a response")
+    assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == [rows]
 
 
@@ -92,18 +92,18 @@ def numbers(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
-def test_lines_keep_their_order_whatever_the_batch(
+def test_output_keeps_the_order_of_lines_for_every_batch_size(
     scripted: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", numbers(50))
     tally = score(rows, **options(urls=[scripted.url], model="sums", batch=batch))
     assert read(capsys.readouterr().out) == [{**row, "score": float(row["id"])} for row in numbers(50)]
     assert (tally.scored, tally.failed.total(), tally.version) == (50, 0, "0-a")
-    assert {asked.body["model"] for asked in scripted.asked} == {"sums"}
-    assert sum(asked.responses for asked in scripted.asked) == 50
+    assert {request.body["model"] for request in scripted.asked} == {"sums"}
+    assert sum(request.responses for request in scripted.asked) == 50
 
 
-def test_parquet_is_read_and_absent_fields_are_no_fields(scripted: Scripted, tmp_path: Path) -> None:
+def test_parquet_is_read_and_null_fields_are_ignored(scripted: Scripted, tmp_path: Path) -> None:
     rows = [{"prompt": "p", "response": "1", "responses": None}, {"prompt": "p", "responses": ["2", "3"]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     out = tmp_path / "out.jsonl"
@@ -113,7 +113,7 @@ def test_parquet_is_read_and_absent_fields_are_no_fields(scripted: Scripted, tmp
 
 
 class Endless:
-    """Rows without end, which counts how many were taken."""
+    """An endless iterator of rows that counts the rows read."""
 
     taken = 0
 
@@ -133,7 +133,7 @@ class Ones:
         pass
 
 
-def test_a_file_need_not_fit_into_memory() -> None:
+def test_rows_are_streamed() -> None:
     rows = Endless()
     with RewardClient(transport=InProcess(Ones())) as client:
         lines = scored_lines(rows, client, Tally(), steps=False, truncate=None, batch=10)
@@ -145,7 +145,7 @@ def test_a_file_need_not_fit_into_memory() -> None:
     assert rows.taken <= 200 + 40
 
 
-def test_refusals_leave_no_file(tmp_path: Path) -> None:
+def test_failed_scoring_leaves_the_old_file(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", numbers(20))
     out = tmp_path / "out.jsonl"
     out.write_text("old\n")
@@ -163,39 +163,39 @@ def test_refusals_leave_no_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
-def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+def test_unreachable_server_is_reported_at_once(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", numbers(3))
     url = f"http://127.0.0.1:{free_port()}"
-    done = plaudit_here("score", str(rows), "--url", url, "--out", str(tmp_path / "out.jsonl"))
-    assert done.returncode == 2
+    result = plaudit_here("score", str(rows), "--url", url, "--out", str(tmp_path / "out.jsonl"))
+    assert result.returncode == 2
     assert re.fullmatch(
         rf"plaudit: no server answers at {url} \(.*\); start it with plaudit serve, or set --wait SECONDS .*\n",
-        done.stderr,
+        result.stderr,
     )
     assert list(tmp_path.iterdir()) == [rows]
-    with Scripted() as there:  # one of two is enough
-        assert score(rows, **options(urls=[url, there.url], out=tmp_path / "out.jsonl")).scored == 3
+    with Scripted() as available:  # one available server of two is enough
+        assert score(rows, **options(urls=[url, available.url], out=tmp_path / "out.jsonl")).scored == 3
 
 
-def test_a_server_that_is_on_its_way_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_option_waits_for_a_starting_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", numbers(3))
     port = free_port()
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(
             score, rows, **options(urls=[f"http://127.0.0.1:{port}"], out=tmp_path / "out.jsonl", wait=120.0)
         )
-        said = ""
-        until = time.monotonic() + 60
-        while "waiting for it for 120 s" not in said and time.monotonic() < until:
-            said += capsys.readouterr().err
+        messages = ""
+        deadline = time.monotonic() + 60
+        while "waiting for it for 120 s" not in messages and time.monotonic() < deadline:
+            messages += capsys.readouterr().err
             time.sleep(0.05)
-        assert f"no server answers at http://127.0.0.1:{port}" in said
+        assert f"no server answers at http://127.0.0.1:{port}" in messages
         with Scripted(port=port):
             assert scoring.result(120).scored == 3
 
 
-def test_an_outage_is_told_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first batch is scored, the second meets a server that is not ready three times."""
+def test_outage_is_reported_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first batch is scored; for the second one the server answers 503 three times."""
 
     def script(number: int, asked: Asked) -> Answer:
         return Answer(b"{}", 503) if 1 <= number <= 3 else Answer(right(asked))
@@ -203,11 +203,11 @@ def test_an_outage_is_told_when_it_begins(tmp_path: Path, capsys: pytest.Capture
     rows = write(tmp_path / "rows.jsonl", numbers(4))
     with Scripted(script) as scripted:
         assert score(rows, **options(urls=[scripted.url], out=tmp_path / "out.jsonl", batch=2)).scored == 4
-        told = capsys.readouterr().err
-    assert re.fullmatch(rf"plaudit: {scripted.url} answered 503; retrying, for at most \d+ s\n", told)
+        messages = capsys.readouterr().err
+    assert re.fullmatch(rf"plaudit: {scripted.url} answered 503; retrying, for at most \d+ s\n", messages)
 
 
-def test_a_server_that_goes_away_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_server_is_an_error_and_writes_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plaudit.score.SERVER_SECONDS", 0.5)
     rows = write(tmp_path / "rows.jsonl", numbers(3))
     with (

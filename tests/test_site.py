@@ -1,5 +1,5 @@
-"""The documentation site: each page is in the navigation, the command reference is up to date, symptoms name existing
-things."""
+"""The documentation site: the navigation leads to pages, the command reference is complete, symptom pages name existing
+keys and metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYMPTOMS = sorted((DOCS / "symptoms").glob("*.md"))
 
 
 class Loader(yaml.SafeLoader):
-    """mkdocs.yml names a function of its own."""
+    """Accepts the Python tags in mkdocs.yml."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
@@ -37,7 +37,7 @@ def leaves(tree: Any) -> Iterator[str]:
             yield from leaves(each)
 
 
-def test_the_navigation_leads_to_pages() -> None:
+def test_navigation_leads_to_pages() -> None:
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
     assert [name for part in nav for name in part] == [
         "Start",
@@ -54,8 +54,8 @@ def test_the_navigation_leads_to_pages() -> None:
     assert {page for page in pages if page.startswith(("symptoms/", "reference/", "benchmarks/"))} <= set(named)
 
 
-def test_the_page_of_commands_has_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `make docs` writes it anew, with what options have changed since."""
+def test_command_reference_has_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make docs` regenerates the page with the current options."""
     monkeypatch.syspath_prepend(str(DOCS))
     commands = importlib.import_module("commands")
     monkeypatch.delitem(sys.modules, "commands")
@@ -65,16 +65,16 @@ def test_the_page_of_commands_has_every_command(monkeypatch: pytest.MonkeyPatch)
     assert "| `--track` | Send metrics during training: tensorboard, wandb or trackio. |  |" in commands.page()
 
 
-def keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        yield f"{before}{name}"
+        yield f"{prefix}{name}"
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, model):
-                yield from keys(kind, f"{before}{name}.")
+                yield from keys(kind, f"{prefix}{name}.")
 
 
 @pytest.mark.parametrize("page", SYMPTOMS, ids=lambda page: page.stem)
-def test_symptoms_name_keys_and_metrics_that_there_are(page: Path) -> None:
+def test_symptom_pages_name_existing_keys_and_metrics(page: Path) -> None:
     known = set(keys(RlRecipe))
     tables = {key.split(".")[0] for key in known}
     named = re.findall(r"`([^`\n]+)`", page.read_text())

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plaudit"
 
-# Lower layers never import higher ones, and what is on one layer does not import its neighbours.
+# Lower layers never import higher ones, and packages of one layer do not import each other.
 LAYERS = [
     {"errors", "records", "prefix", "collector", "algo"},
     {"config", "events", "metrics", "output", "process"},
@@ -37,7 +37,7 @@ REPORT_MAY_USE = {"events", "records", "errors", "report"}
 
 MOST_FILES, MOST_LINES, LONGEST_FUNCTION = 15, 500, 80
 
-# Imports inside functions: only for optional packages and for the time a command takes to start.
+# Imports inside functions: only for optional packages and to shorten the start of commands.
 LAZY = {
     "cli": "commands start without torch",
     "score": "`plaudit score --url` starts without torch",
@@ -80,7 +80,7 @@ FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Read by the first test that wants them, and not by every process that collects this file."""
+    """Parsed when a test first needs them, not by every process that collects this file."""
     return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
@@ -89,8 +89,8 @@ def _imports(name: str, node: ast.AST, in_function: bool) -> Iterator[Import]:
         if isinstance(child, ast.ImportFrom) and child.module:
             assert child.level == 0, f"{name}: relative imports hide the direction"
             for alias in child.names:
-                whole = f"{child.module}.{alias.name}"
-                yield Import(name, whole if whole in FILES else child.module, in_function)
+                full_name = f"{child.module}.{alias.name}"
+                yield Import(name, full_name if full_name in FILES else child.module, in_function)
         elif isinstance(child, ast.Import):
             yield from (Import(name, alias.name, in_function) for alias in child.names)
         inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -124,10 +124,10 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[node] = min(low[node], index[other])
         if low[node] == index[node]:
-            cut = stack.index(node)
-            if len(stack) - cut > 1:
-                components.append(sorted(stack[cut:]))
-            del stack[cut:]
+            start = stack.index(node)
+            if len(stack) - start > 1:
+                components.append(sorted(stack[start:]))
+            del stack[start:]
 
     for node in graph:
         if node not in index:
@@ -135,7 +135,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return components
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_follow_the_layers() -> None:
     wrong = sorted(
         f"{each.importer} imports {each.imported}"
         for each in imports()
@@ -145,9 +145,9 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "against the layers above: " + "; ".join(wrong)
 
 
-def test_no_file_imports_itself_in_a_circle() -> None:
-    """Imports inside functions and for type checking count too, but for those of `plaudit` itself, whose names are
-    imported when they are first used."""
+def test_modules_have_no_import_cycles() -> None:
+    """Imports inside functions and for type checking count too, except those of `plaudit` itself, which imports names
+    on first use."""
     graph: dict[str, set[str]] = defaultdict(set)
     for each in imports():
         if each.importer != "plaudit":
@@ -155,8 +155,8 @@ def test_no_file_imports_itself_in_a_circle() -> None:
     assert not circles(graph)
 
 
-def test_sub_packages_form_no_circles() -> None:
-    """A folder may use the files of the folder it is in; among each other folders go one way."""
+def test_sub_packages_have_no_import_cycles() -> None:
+    """A folder may import from its parent folders; other folders must not import each other in a cycle."""
     graph: dict[str, set[str]] = defaultdict(set)
     for each in imports():
         a, b = (module_name(FILES[m].parent / "__init__.py") for m in (each.importer, each.imported))
@@ -174,7 +174,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert set(LAZY) <= {*lazy, "search"}, "listed without need"
 
 
-def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report() -> None:
+def test_report_imports_only_the_event_log_and_only_the_cli_imports_report() -> None:
     wrong = [
         f"{each.importer} imports {each.imported}"
         for each in imports()
@@ -184,8 +184,8 @@ def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report(
     assert not wrong, "; ".join(wrong)
 
 
-def test_these_load_without_torch() -> None:
-    """In one process, one after another: who is the first to load it is named."""
+def test_light_modules_load_without_torch() -> None:
+    """All modules are imported in one process, one after another; the first that loads torch is named."""
     modules = [
         "plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli", "plaudit.score",
         "plaudit.client.client", "plaudit.integrations.trl", "plaudit.integrations.openrlhf",
@@ -200,8 +200,8 @@ def test_these_load_without_torch() -> None:
         "    if {'torch', 'transformers'} & set(sys.modules):\n"
         "        sys.exit(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *modules], timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code, *modules], timeout=120, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_folders_files_and_functions_are_small() -> None:
@@ -218,21 +218,21 @@ def test_folders_files_and_functions_are_small() -> None:
     assert not {name: n for name, n in functions.items() if n > LONGEST_FUNCTION}
 
 
-def test_every_file_says_what_it_is_for() -> None:
+def test_every_file_has_a_docstring() -> None:
     assert not [name for name, tree in trees().items() if not ast.get_docstring(tree)]
 
 
-def test_a_class_name_means_one_thing_in_a_package() -> None:
-    homes: dict[tuple[str, str], list[str]] = defaultdict(list)
+def test_class_names_are_unique_in_a_package() -> None:
+    modules_by_class: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[part(name), node.name].append(name)
-    assert not {key[1]: names for key, names in homes.items() if len(names) > 1}
+                modules_by_class[part(name), node.name].append(name)
+    assert not {key[1]: names for key, names in modules_by_class.items() if len(names) > 1}
 
 
 def test_every_module_has_a_caller_in_the_product() -> None:
-    """A caller imports it, or names it: as a process to start, for another program to import, or in a recipe."""
+    """A caller imports the module or names it: as a process to start, for another program to import, or in a recipe."""
     imported = {each.imported for each in imports() if each.importer != each.imported}
     strings = " ".join(
         node.value
@@ -251,9 +251,9 @@ def test_every_module_has_a_caller_in_the_product() -> None:
     assert not unused
 
 
-def test_no_file_is_a_drawer_of_odds_and_ends() -> None:
-    drawers = {"utils.py", "helpers.py", "misc.py", "common.py"}
-    assert not [path for path in FILES.values() if path.name in drawers]
+def test_no_file_has_a_generic_name() -> None:
+    generic_names = {"utils.py", "helpers.py", "misc.py", "common.py"}
+    assert not [path for path in FILES.values() if path.name in generic_names]
 
 
 def test_no_pickle_and_no_remote_code() -> None:
@@ -268,7 +268,7 @@ def test_no_pickle_and_no_remote_code() -> None:
                 assert node.value.value is False, name
 
 
-def test_the_list_of_slow_tests_names_tests() -> None:
+def test_slow_list_is_sorted_and_names_existing_tests() -> None:
     lines = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if not line.startswith("#")]
     named = [line.partition("[")[0].split("::") for line in lines]
     assert [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []

@@ -1,4 +1,4 @@
-"""The functions that trainers call, called the way they call them, against a real server."""
+"""Reward functions for trainers, called as each trainer calls them, against a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOO_LONG = "1+" * 256
 PAIRS = chains(8)
 PROMPTS, COMPLETIONS = [p for p, _ in PAIRS], [r for _, r in PAIRS]
 KEY = "key-of-the-trainer"
-# What TRL gives to every reward function beside the texts.
+# Keyword arguments that TRL passes to every reward function in addition to the texts.
 EXTRAS: dict[str, Any] = {
     "completion_ids": [[1]] * 8, "trainer_state": SimpleNamespace(global_step=3), "log_extra": print,
     "log_metric": print,
@@ -63,42 +63,46 @@ def environment(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> pytes
 # TRL
 
 
-def test_trl_gets_a_reward_for_every_completion_in_order(server: ServerProcess, expected: list[float]) -> None:
+def test_trl_reward_function_returns_rewards_in_the_order_of_completions(
+    server: ServerProcess, expected: list[float]
+) -> None:
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
-    found = reward(prompts=PROMPTS, completions=COMPLETIONS, **EXTRAS)
-    assert found == pytest.approx(expected, abs=5e-5)
+    rewards = reward(prompts=PROMPTS, completions=COMPLETIONS, **EXTRAS)
+    assert rewards == pytest.approx(expected, abs=5e-5)
     assert reward.__name__ == "plaudit_sums"
     assert RemoteReward(server.url).__name__ == "plaudit"
     reward.close()
 
 
-def test_trl_gets_the_same_from_the_coroutine_in_any_event_loop(server: ServerProcess, expected: list[float]) -> None:
+def test_async_trl_reward_function_returns_the_same_rewards_in_any_event_loop(
+    server: ServerProcess, expected: list[float]
+) -> None:
     reward = AsyncRemoteReward(server.url, model="sums", api_key=KEY)
 
     async def together() -> list[Any]:
         return await asyncio.gather(*(reward(prompts=PROMPTS, completions=COMPLETIONS, **EXTRAS) for _ in range(3)))
 
-    for _ in range(2):  # asyncio.run makes a loop of its own each time
-        for found in asyncio.run(together()):
-            assert found == pytest.approx(expected, abs=5e-5)
+    for _ in range(2):  # asyncio.run creates a new event loop for each call
+        for rewards in asyncio.run(together()):
+            assert rewards == pytest.approx(expected, abs=5e-5)
     reward.close()
 
 
-def test_a_completion_that_cannot_be_scored_is_none_and_never_a_number(
+def test_completion_without_a_score_gets_none_instead_of_a_number(
     server: ServerProcess, expected: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     completions = [*COMPLETIONS[:-1], TOO_LONG]
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
     with caplog.at_level(logging.WARNING, "plaudit"):
-        found = reward(prompts=PROMPTS, completions=completions, **EXTRAS)
-    assert found == [*(pytest.approx(value, abs=5e-5) for value in expected[:-1]), None]
+        rewards = reward(prompts=PROMPTS, completions=completions, **EXTRAS)
+    assert rewards == [*(pytest.approx(value, abs=5e-5) for value in expected[:-1]), None]
     assert "1 of 8 completions have no reward; the first: too_long" in caplog.text
     strict = RemoteReward(server.url, model="sums", api_key=KEY, failures="raise")
     with pytest.raises(ServerError, match=r"completion\[7\]: too_long"):
         strict(prompts=PROMPTS, completions=completions, **EXTRAS)
-    cut = RemoteReward(server.url, model="sums", api_key=KEY, truncate="left")
-    assert isinstance(cut(prompts=PROMPTS, completions=completions, **EXTRAS)[7], float)
-    for each in (reward, strict, cut):
+    truncating = RemoteReward(server.url, model="sums", api_key=KEY, truncate="left")
+    assert isinstance(truncating(prompts=PROMPTS, completions=completions, **EXTRAS)[7], float)
+    for each in (reward, strict, truncating):
         each.close()
 
 
@@ -115,7 +119,7 @@ def test_trl_conversations_are_sent_as_messages() -> None:
         _item([user], "3", None)
 
 
-def test_trl_conversations_have_the_scores_of_their_messages(server: ServerProcess) -> None:
+def test_trl_conversations_get_the_score_of_the_same_messages(server: ServerProcess) -> None:
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
     prompt, completion = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "1+2=3;#3"}]
     (native,) = server.rewards([{"messages": [*prompt, *completion]}]).json()["items"][0]["scores"]
@@ -124,7 +128,7 @@ def test_trl_conversations_have_the_scores_of_their_messages(server: ServerProce
     reward.close()
 
 
-def test_trl_rules_get_the_truth_from_a_column(server: ServerProcess) -> None:
+def test_trl_reward_reads_the_truth_from_a_column(server: ServerProcess) -> None:
     reward = RemoteReward(server.url, model="exact", api_key=KEY, truth="answer")
     columns = {"prompts": ["1+2=", "1+2="], "completions": ["#3", "#4"]}
     assert reward(**columns, answer=["3", "3"]) == [1.0, 0.0]
@@ -133,24 +137,24 @@ def test_trl_rules_get_the_truth_from_a_column(server: ServerProcess) -> None:
     reward.close()
 
 
-def test_a_server_that_is_not_there_or_refuses_stops_the_training(server: ServerProcess) -> None:
-    nobody = RemoteReward(f"http://127.0.0.1:{free_port()}", timeout=0.5)
+def test_unreachable_server_or_rejected_request_raises(server: ServerProcess) -> None:
+    unreachable = RemoteReward(f"http://127.0.0.1:{free_port()}", timeout=0.5)
     with pytest.raises(RewardUnavailable):
-        nobody(prompts=["1+2="], completions=["#3"])
+        unreachable(prompts=["1+2="], completions=["#3"])
     unknown = RemoteReward(server.url, model="summs", api_key=KEY)
     with pytest.raises(RequestRefused, match="sums"):
         unknown(prompts=["1+2="], completions=["#3"])
     keyless = RemoteReward(server.url, model="sums")
     with pytest.raises(RequestRefused, match="401"):
         keyless(prompts=["1+2="], completions=["#3"])
-    for reward in (nobody, unknown, keyless):
+    for reward in (unreachable, unknown, keyless):
         reward.close()
 
 
-def test_a_process_that_was_forked_gets_a_client_of_its_own(server: ServerProcess) -> None:
+def test_forked_process_creates_a_new_client(server: ServerProcess) -> None:
     connection = Connection(server.url, "sums", KEY)
     connection.scores([Item(prompt="1+2=", response="#3")])
-    connection._process = -1  # as a child finds it
+    connection._process = -1  # as in a forked child
     first = connection._client
     connection.scores([Item(prompt="1+2=", response="#3")])
     assert connection._client is not first
@@ -164,10 +168,10 @@ def test_a_process_that_was_forked_gets_a_client_of_its_own(server: ServerProces
 
 def test_openrlhf(environment: pytest.MonkeyPatch, expected: list[float]) -> None:
     queries = [f"<bos>{p}{r}<eos>" for p, r in PAIRS]
-    found = openrlhf.reward_func(queries, PROMPTS, [None] * 8)
-    assert set(found) == {"rewards", "scores", "extra_logs"}
-    assert found["rewards"].shape == (8,)
-    assert found["rewards"].tolist() == pytest.approx(expected, abs=5e-5)
+    result = openrlhf.reward_func(queries, PROMPTS, [None] * 8)
+    assert set(result) == {"rewards", "scores", "extra_logs"}
+    assert result["rewards"].shape == (8,)
+    assert result["rewards"].tolist() == pytest.approx(expected, abs=5e-5)
     with pytest.raises(ServerError, match=r"query\[1\]: too_long"):
         openrlhf.reward_func([queries[0], TOO_LONG], PROMPTS[:2], [None] * 2)
     environment.setenv("PLAUDIT_TRUNCATE", "right")
@@ -175,7 +179,7 @@ def test_openrlhf(environment: pytest.MonkeyPatch, expected: list[float]) -> Non
 
 
 def test_verl(environment: pytest.MonkeyPatch, server: ServerProcess, expected: list[float]) -> None:
-    async def all_of_them() -> list[float]:
+    async def score_all() -> list[float]:
         calls = [
             verl.compute_score(
                 data_source="sums", solution_str=r, ground_truth="7", extra_info={"prompt": p, "num_turns": 1}
@@ -184,16 +188,16 @@ def test_verl(environment: pytest.MonkeyPatch, server: ServerProcess, expected: 
         ]
         return list(await asyncio.gather(*calls))
 
-    assert asyncio.run(all_of_them()) == pytest.approx(expected, abs=5e-5)
+    assert asyncio.run(score_all()) == pytest.approx(expected, abs=5e-5)
     with pytest.raises(ServerError, match=r"solution of sums\[0\]: too_long"):
         asyncio.run(verl.compute_score("sums", TOO_LONG, None, {"prompt": "1="}))
     with pytest.raises(ConfigError, match=r"extra_info has no 'prompt'.*\['question'\]"):
         asyncio.run(verl.compute_score("sums", "#3", None, {"question": "1+2="}))
     environment.delenv("PLAUDIT_URL")
     environment.delenv("PLAUDIT_MODEL")
-    given = {"url": server.url, "model": "exact", "prompt_key": "question", "reward_router_address": None}
-    assert asyncio.run(verl.compute_score("sums", "#3", "3", {"question": "1+2="}, **given)) == 1.0
-    assert verl.compute_score_sync("sums", "#3", "3", {"question": "1+2="}, **given) == 1.0
+    settings = {"url": server.url, "model": "exact", "prompt_key": "question", "reward_router_address": None}
+    assert asyncio.run(verl.compute_score("sums", "#3", "3", {"question": "1+2="}, **settings)) == 1.0
+    assert verl.compute_score_sync("sums", "#3", "3", {"question": "1+2="}, **settings) == 1.0
     with pytest.raises(ConfigError, match="extra_info has no"):
         verl.compute_score_sync("sums", "#3", None, {"question": "1+2="})
 
@@ -215,7 +219,7 @@ def test_slime(environment: pytest.MonkeyPatch, expected: list[float]) -> None:
         asyncio.run(slime.custom_rm(args, sample))
 
 
-def test_settings_that_cannot_be_are_named(environment: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_settings_are_named_in_the_error(environment: pytest.MonkeyPatch) -> None:
     assert from_environment() is from_environment()
     assert from_environment(model="exact") is not from_environment()
     for name, value in (("PLAUDIT_TRUNCATE", "middle"), ("PLAUDIT_TIMEOUT", "soon"), ("PLAUDIT_TIMEOUT", "-1")):

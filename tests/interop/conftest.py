@@ -1,4 +1,4 @@
-"""One server for all clients."""
+"""One server that all client tests share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ END = 2
 
 @dataclass(frozen=True)
 class Chains:
-    """Right and wrong answers in the forms in which clients send them, and what the native protocol says of them.
+    """Right and wrong answers in the forms in which clients send them, and their scores by the native protocol.
 
-    rendered  with their control tokens written out
-    open      without begin and end, as NeMo-Aligner reads sentences; `open_scores` are of these
+    rendered  texts with their control tokens written out
+    open      texts without begin and end tokens, as NeMo-Aligner reads sentences; `open_scores` are their scores
     """
 
     pairs: list[tuple[str, str]]

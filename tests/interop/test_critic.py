@@ -21,7 +21,7 @@ def server() -> Iterator[CriticProcess]:
         yield server
 
 
-def taught(server: CriticProcess) -> dict[str, object]:
+def training_inputs(server: CriticProcess) -> dict[str, object]:
     tokenizer = load_tokenizer("sums-policy")
     pairs = chains(12)
     return {
@@ -31,25 +31,25 @@ def taught(server: CriticProcess) -> dict[str, object]:
 
 
 def test_tritonclient(server: CriticProcess) -> None:
-    found = run_client(".venv-interop", "critic_triton", taught(server))
-    assert found["ready"] == [True] * 3
-    assert {name: config["max_batch_size"] for name, config in found["config"].items()} == {
+    result = run_client(".venv-interop", "critic_triton", training_inputs(server))
+    assert result["ready"] == [True] * 3
+    assert {name: config["max_batch_size"] for name, config in result["config"].items()} == {
         "critic_infer": 4096, "critic_train": 0, "critic_save": 0,
     }  # fmt: skip
-    assert found["shapes"] == [[12, 64], [12, 1]]
-    assert found["losses"][-1] < 0.8 * found["losses"][0]
-    assert found["once"][0] == found["once"][1]
-    assert found["status"] == [[0], "int64"]
-    assert found["refused"][0] == "400"
-    assert "returns[0, " in found["refused"][1]
+    assert result["shapes"] == [[12, 64], [12, 1]]
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert result["once"][0] == result["once"][1]
+    assert result["status"] == [[0], "int64"]
+    assert result["refused"][0] == "400"
+    assert "returns[0, " in result["refused"][1]
     assert server.state()["updates"] == 11
     assert load_value(server.saves / str(server.state()["save"]) / "model")
 
 
 def test_nemo_aligner(server: CriticProcess) -> None:
-    found = run_client(".venv-pytriton", "critic_nemo", taught(server))
-    assert len(found["rewards"]) == 12
-    assert found["shape"] == [1]
-    assert found["losses"][-1] < 0.8 * found["losses"][0]
-    assert found["status"] == [0]
+    result = run_client(".venv-pytriton", "critic_nemo", training_inputs(server))
+    assert len(result["rewards"]) == 12
+    assert result["shape"] == [1]
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert result["status"] == [0]
     assert server.state()["updates"] == server.state()["saved"] == 10

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`, saved by it and read through it; and the errors where that fails."""
+"""Data sets saved and read with Hugging Face's `datasets`, and the errors when loading fails."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ print(json.dumps(found))
 """
 
 
-def test_saved_data_sets_are_read_and_what_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
-    found = json.loads(run_code(".venv-interop", CODE.replace("ROOT", str(tmp_path)), 400).splitlines()[-1])
-    fields, origin = found["one?prompt=question"][2]
+def test_saved_data_sets_are_read_and_missing_ones_give_a_one_line_error(tmp_path: Path) -> None:
+    results = json.loads(run_code(".venv-interop", CODE.replace("ROOT", str(tmp_path)), 400).splitlines()[-1])
+    fields, origin = results["one?prompt=question"][2]
     assert fields == {"question": "2+1=", "answer": "3", "prompt": "2+1="}
     assert origin == f"{tmp_path}/one[3]"
-    assert [row["answer"] for row, _ in found["two?split=test"]] == ["1"]
-    assert "cannot load it" in found["two?split=dev"]
-    assert "has no column 'ask'; there are question, answer" in found["one?prompt=ask"]
-    assert found["hub"].startswith("hf:nobody/nothing@main?split=train: the package datasets cannot load it: ")
-    assert "\n" not in found["hub"]
+    assert [row["answer"] for row, _ in results["two?split=test"]] == ["1"]
+    assert "cannot load it" in results["two?split=dev"]
+    assert "has no column 'ask'; there are question, answer" in results["one?prompt=ask"]
+    assert results["hub"].startswith("hf:nobody/nothing@main?split=train: the package datasets cannot load it: ")
+    assert "\n" not in results["hub"]

@@ -1,5 +1,5 @@
-"""Client mistakes, sent to the original server and to ours. vLLM's are in test_vllm_parity.py, where its server already
-runs."""
+"""Client mistakes, sent to the original server and to ours. Those of vLLM are in test_vllm_parity.py, which already
+starts its server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "da
 
 @dataclass(frozen=True)
 class Case:
-    """differs  why the two have another status; they must, then"""
+    """differs  why the two status codes differ; if set, they must differ"""
 
     ask: Callable[[httpx.Client], httpx.Response]
     differs: str = ""
@@ -40,7 +40,7 @@ def tokens(shape: list[int], data: list[Any], datatype: str = "INT64") -> dict[s
     return {"name": "tokens", "shape": shape, "datatype": datatype, "data": data}
 
 
-# What can be wrong with tensors, beside what can be wrong with any body.
+# Mistakes in tensors, in addition to those of any body.
 TENSORS = {
     "unknown model": Case(lambda http: http.post("/v2/models/nobody/infer", json={"inputs": sentences("a")})),
     "unknown version": Case(lambda http: http.post("/v2/models/reward_model/versions/7/infer", json={"inputs": []})),
@@ -95,8 +95,8 @@ def pytriton() -> Iterator[httpx.Client]:
 
 
 def wait_ready(http: httpx.Client) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         try:
             if http.post(INFER, json={"inputs": sentences("a")}).status_code == 200:
                 return
@@ -106,7 +106,9 @@ def wait_ready(http: httpx.Client) -> None:
     raise AssertionError(f"PyTriton not ready within {START_SECONDS} s")
 
 
-def test_pytriton_and_plaudit_answer_the_twelve_mistakes_alike(pytriton: httpx.Client, server: ServerProcess) -> None:
+def test_pytriton_and_plaudit_give_the_same_status_for_the_twelve_mistakes(
+    pytriton: httpx.Client, server: ServerProcess
+) -> None:
     form = FORMS["triton"]
     theirs, ours = made(pytriton, form), made(server.http, form)
     statuses = {mistake: reply.status_code for mistake, reply in theirs.items()}
@@ -116,7 +118,7 @@ def test_pytriton_and_plaudit_answer_the_twelve_mistakes_alike(pytriton: httpx.C
         assert reply.status_code == 200 or form.shape(reply.json()), (mistake, reply.text)
 
 
-def test_pytriton_and_plaudit_refuse_the_same_tensors(pytriton: httpx.Client, server: ServerProcess) -> None:
+def test_pytriton_and_plaudit_reject_the_same_tensors(pytriton: httpx.Client, server: ServerProcess) -> None:
     wrong = []
     for name, case in TENSORS.items():
         theirs, ours = case.ask(pytriton), case.ask(server.http)

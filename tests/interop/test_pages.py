@@ -14,7 +14,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 def run_page(server: ServerProcess, page: str, environment: str) -> tuple[str, str]:
-    """Its code, and what that prints."""
+    """The page's code and its output."""
     text = (ROOT / "docs" / "protocols" / f"{page}.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert "http://127.0.0.1:5555" in code
@@ -22,12 +22,12 @@ def run_page(server: ServerProcess, page: str, environment: str) -> tuple[str, s
 
 
 @pytest.mark.parametrize(("page", "environment"), [("nemo-aligner", ".venv-pytriton"), ("verl", ".venv-interop")])
-def test_a_page_prints_what_its_last_comment_says(server: ServerProcess, page: str, environment: str) -> None:
+def test_page_code_prints_the_documented_output(server: ServerProcess, page: str, environment: str) -> None:
     code, printed = run_page(server, page, environment)
     expected = [float(number) for number in NUMBER.findall(code.rpartition("#")[2])]
     assert expected
     assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_page_of_trl_trains(server: ServerProcess) -> None:
+def test_code_of_the_trl_page_trains(server: ServerProcess) -> None:
     assert "train_runtime" in run_page(server, "trl", ".venv-interop")[1]

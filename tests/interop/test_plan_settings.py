@@ -1,4 +1,4 @@
-"""Settings of the planner, read by the parsers of the target projects."""
+"""Settings written by the planner, parsed by the target projects' own parsers."""
 
 import json
 import shlex
@@ -31,24 +31,24 @@ print(json.dumps({{"mode": config.vllm_mode, "steps": config.steps_per_generatio
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
-def test_vllm_reads_the_flags_of_a_server(model: str) -> None:
+def test_vllm_parses_the_flags_of_the_plan(model: str) -> None:
     question = ask(PlanOptions(model=model, hardware="2x8xH100", placement=["hybrid"]))
     text, chosen = settings_for(PROJECTS["vllm"], question)
-    words = shlex.split(text.replace("$MODEL", model).replace("\\\n", " "), comments=True)
-    assert words[:2] == ["vllm", "serve"]
-    read = json.loads(run_code(".venv-vllm", VLLM.format(words=words[2:]), 300).splitlines()[-1])
-    cut = chosen.plan.generation
-    assert (read["tp"], read["dp"], read["ep"]) == (cut.tp, cut.attention_groups, cut.ep > 1)
-    assert read["length"] == 3072
+    arguments = shlex.split(text.replace("$MODEL", model).replace("\\\n", " "), comments=True)
+    assert arguments[:2] == ["vllm", "serve"]
+    parsed = json.loads(run_code(".venv-vllm", VLLM.format(words=arguments[2:]), 300).splitlines()[-1])
+    parallel = chosen.plan.generation
+    assert (parsed["tp"], parsed["dp"], parsed["ep"]) == (parallel.tp, parallel.attention_groups, parallel.ep > 1)
+    assert parsed["length"] == 3072
 
 
 @pytest.mark.parametrize("placement", ["hybrid", "swapped"])
-def test_trl_reads_the_fields_of_a_grpo_config(placement: str) -> None:
+def test_trl_accepts_the_plan_as_a_grpo_config(placement: str) -> None:
     question = ask(PlanOptions(model="llama-3.1-8b", hardware="1x8xH100", placement=[placement], batch=256, samples=8))
     text, chosen = settings_for(PROJECTS["trl"], question)
     fields = yaml.safe_load(text)
-    # FSDP asks for a process group, which the launcher makes; and one process stands for all.
+    # FSDP needs a process group, which the launcher creates; here one process stands for all ranks.
     fields.pop("fsdp", None)
     fields |= {"use_cpu": True, "generation_batch_size": fields["generation_batch_size"] // chosen.plan.cluster.devices}
-    read = json.loads(run_code(".venv-interop", TRL.format(fields=json.dumps(fields)), 300).splitlines()[-1])
-    assert read == {"mode": "colocate", "steps": fields["gradient_accumulation_steps"], "n": 8}
+    parsed = json.loads(run_code(".venv-interop", TRL.format(fields=json.dumps(fields)), 300).splitlines()[-1])
+    assert parsed == {"mode": "colocate", "steps": fields["gradient_accumulation_steps"], "n": 8}

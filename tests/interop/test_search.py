@@ -1,4 +1,4 @@
-"""OpenAI's own SDK against a server that searches: 32 clients at once, with a worker killed in the middle."""
+"""OpenAI's own SDK against a server that runs searches: 32 concurrent clients, with a worker killed in the middle."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tests.serve.process import ServerProcess
 
 
 @pytest.mark.slow
-def test_the_sdk_searches_unchanged_while_a_worker_dies() -> None:
+def test_openai_sdk_gets_unchanged_search_answers_when_a_worker_is_killed() -> None:
     tree = {"models": {name: {"path": name} for name in ("sums-policy", "sums-steps")}}
     search = {"method": "rebase", "width": 4, "steps": STEPS}
     with ServerProcess(tree) as server, ThreadPoolExecutor(1) as threads:
-        given = {
+        inputs = {
             "url": server.url, "model": "sums-policy", "questions": QUESTIONS, "search": search, "clients": 32,
         }  # fmt: skip
-        asking = threads.submit(run_client, ".venv-interop", "openai_search", given, 300)
-        until = time.monotonic() + 120
-        while not asking.done() and not server.metric("plaudit_held_tokens") and time.monotonic() < until:
+        clients = threads.submit(run_client, ".venv-interop", "openai_search", inputs, 300)
+        deadline = time.monotonic() + 120
+        while not clients.done() and not server.metric("plaudit_held_tokens") and time.monotonic() < deadline:
             time.sleep(0.05)
         server.workers()[0].kill()
-        found = asking.result(400)
+        result = clients.result(400)
         chat = [{"role": "user", "content": QUESTIONS[5]}]
         plain = server.http.post("/v1/search", json={"messages": chat, "seed": 5, "search": search}).json()
-    assert len(found["answers"]) == 32
-    assert all(each["content"] and each["search"]["stopped"] == "done" for each in found["answers"])
-    mine = found["answers"][5]
-    assert (mine["content"], mine["usage"]) == (plain["response"], plain["usage"])
-    assert found["streamed"] == found["answers"][0]["content"]
-    assert (found["refusal"]["class"], found["refusal"]["status"]) == ("BadRequestError", 400)
-    assert "did you mean 'width'?" in found["refusal"]["message"]
+    assert len(result["answers"]) == 32
+    assert all(each["content"] and each["search"]["stopped"] == "done" for each in result["answers"])
+    answer = result["answers"][5]
+    assert (answer["content"], answer["usage"]) == (plain["response"], plain["usage"])
+    assert result["streamed"] == result["answers"][0]["content"]
+    assert (result["refusal"]["class"], result["refusal"]["status"]) == ("BadRequestError", 400)
+    assert "did you mean 'width'?" in result["refusal"]["message"]

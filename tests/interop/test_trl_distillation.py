@@ -1,4 +1,4 @@
-"""The same logits through our reverse KL and TRL's GKD: the same loss and gradient."""
+"""Our reverse KL and TRL's GKD give the same loss and gradient for the same logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROWS, VOCABULARY, K, TEMPERATURE = 12, 20, 5, 0.8
 def test_loss_and_gradient() -> None:
     draw = torch.Generator().manual_seed(4)
     student, teacher = (2 * torch.randn(ROWS, VOCABULARY, generator=draw) for _ in range(2))
-    given = {"student": student.tolist(), "teacher": teacher.tolist(), "temperature": TEMPERATURE, "k": K}
-    theirs = run_client(".venv-interop", "trl_distillation", given, 400)
+    inputs = {"student": student.tolist(), "teacher": teacher.tolist(), "temperature": TEMPERATURE, "k": K}
+    theirs = run_client(".venv-interop", "trl_distillation", inputs, 400)
     identity = torch.eye(VOCABULARY)  # a head whose logits are the rows themselves
     for name, count in (("whole", VOCABULARY), ("top_k", K)):
         logits = student.clone().requires_grad_()
@@ -26,7 +26,7 @@ def test_loss_and_gradient() -> None:
         ours = column_logprobs(logits, identity, ids, temperature=TEMPERATURE)
         loss = top_k_kl(ours, logp, [(count, 1.0)], VOCABULARY).mean()
         loss.backward()
-        expected, far = theirs[name], (logits.grad - torch.tensor(theirs[name]["gradient"])).abs().max().item()
-        print(f"{name:6} loss {loss:+.7f} TRL {expected['loss']:+.7f} gradient {far:.1e}")
+        expected, diff = theirs[name], (logits.grad - torch.tensor(theirs[name]["gradient"])).abs().max().item()
+        print(f"{name:6} loss {loss:+.7f} TRL {expected['loss']:+.7f} gradient {diff:.1e}")
         assert loss.item() == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)
-        assert far < 1e-6
+        assert diff < 1e-6

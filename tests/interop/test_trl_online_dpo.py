@@ -1,6 +1,6 @@
-"""The same pairs through our learner and TRL's OnlineDPOTrainer: the same loss and gradient.
+"""Our learner and TRL's OnlineDPOTrainer give the same loss and gradient for the same pairs.
 
-Two responses of 2 to 12 tokens for each of eight prompts; TRL takes log-probs at temperature 1."""
+Two responses of 2 to 12 tokens for each of eight prompts; TRL computes log-probs at temperature 1."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ BETA = 0.3
 def test_loss_and_gradient(tmp_path: Path) -> None:
     models = {"policy": make_model(tmp_path / "policy", 3), "reference": make_model(tmp_path / "reference", 4)}
     samples = make_samples(tools=False)
-    # The prompts come in fours: two and two are prompts of their own, and no two rewards are equal.
+    # Each prompt has four responses: they are split into two prompts of two, and no two rewards are equal.
     samples = tuple(replace(s, group=i // 2, reward=(7.0 * i) % 16 + 0.1 * i) for i, s in enumerate(samples))
-    kept = ("prompt_ids", "token_ids", "reward")
-    given = {
+    keys = ("prompt_ids", "token_ids", "reward")
+    inputs = {
         **{name: str(path) for name, path in models.items()}, "out": str(tmp_path), "beta": BETA,
-        "samples": [{key: asdict(sample)[key] for key in kept} for sample in samples],
+        "samples": [{key: asdict(sample)[key] for key in keys} for sample in samples],
     }  # fmt: skip
-    theirs = run_client(".venv-interop", "trl_online_dpo", given, 400)["loss"]
+    theirs = run_client(".venv-interop", "trl_online_dpo", inputs, 400)["loss"]
     expected = load_file(tmp_path / "online-dpo.safetensors")
     recipe = recipe_for(Case("online-dpo", {}, {"name": "online-dpo", "kl": {"coef": BETA}}), models["policy"])
     for budget in (10**6, 40):
         policy, reference = (at_one(policy_of(path, recipe.algorithm, budget)) for path in models.values())
         learner = RlLearner(recipe, policy, Optimizer(policy.module, recipe.train), None, reference, Clock())
         loss = learner.update(Batch(samples), 0)[0]["policy/loss"]
-        found = {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
-        assert expected.keys() == found.keys()
+        gradients = {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
+        assert expected.keys() == gradients.keys()
         scale = max(gradient.abs().max() for gradient in expected.values())
-        far = max(((found[n] - g).abs().max() / scale).item() for n, g in expected.items())
-        print(f"budget {budget}: loss {loss:+.7f} TRL {theirs:+.7f} gradient {far:.1e} of the largest")
+        diff = max(((gradients[n] - g).abs().max() / scale).item() for n, g in expected.items())
+        print(f"budget {budget}: loss {loss:+.7f} TRL {theirs:+.7f} gradient {diff:.1e} of the largest")
         assert loss == pytest.approx(theirs, rel=1e-6, abs=1e-6)
-        assert far < 5e-6
+        assert diff < 5e-6
 
 
 def at_one(policy: Policy) -> Policy:

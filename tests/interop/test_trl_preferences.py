@@ -1,6 +1,6 @@
-"""The same rows through our learner and TRL's preference trainers: the same loss and gradient.
+"""Our learner and TRL's preference trainers give the same loss and gradient for the same rows.
 
-Each tokenizes the texts itself; TRL pads what ours packs, and computes the prompt of a pair twice. The reference is a
+Each tokenizes the texts itself; TRL pads what ours packs and computes the prompt of a pair twice. The reference is a
 different model from the policy."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = [
     Case("ipo", {"beta": 0.2, "loss_type": "ipo"}, {"name": "ipo", "beta": 0.2}),
     Case("kto", {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5},
          {"name": "kto", "beta": 0.1, "desirable": 1.5, "undesirable": 0.5}, "kto", "labelled"),
-    # The other way round the mean log-ratio is above 0, and the baseline counts.
+    # With policy and reference swapped the mean log-ratio is above 0, and the baseline matters.
     Case("kto-drift", {"beta": 0.1}, {"name": "kto", "beta": 0.1}, "kto", "labelled", "reference", "policy"),
     Case("orpo", {"beta": 0.4}, {"name": "orpo", "beta": 0.4}, "orpo"),
     Case("simpo", {"beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0, "loss_type": "simpo"},
@@ -74,16 +74,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     policy, reference = make_model(root / "policy", 3), make_model(root / "reference", 4)
     write(root / "pairs.jsonl", PAIRS)
     write(root / "labelled.jsonl", LABELLED)
-    given = {
+    inputs = {
         "models": {"policy": str(policy), "reference": str(reference)}, "out": str(root), "pairs": PAIRS,
         "labelled": [{"prompt": r["prompt"], "completion": r["response"], "label": r["label"]} for r in LABELLED],
         "cases": [{**vars(case), "config": dict(case.theirs)} for case in CASES],
     }  # fmt: skip
-    return World(root, run_client(".venv-interop", "trl_preferences", given, 400))
+    return World(root, run_client(".venv-interop", "trl_preferences", inputs, 400))
 
 
 def learner(case: Case, world: World, directory: Path, budget: int) -> tuple[Learner, list[Any]]:
-    """All rows as one batch, read from a file as a user's are."""
+    """All rows as one batch, read from a file as in a user's run."""
     rows = world.root / f"{case.rows}.jsonl"
     recipe = parse_recipe(
         {
@@ -93,14 +93,14 @@ def learner(case: Case, world: World, directory: Path, budget: int) -> tuple[Lea
         case.name,
     )  # fmt: skip
     assert isinstance(recipe, PreferenceRecipe)
-    loaded, reference = (part(world.root / name) for name in (case.policy, case.reference))
+    loaded, reference = (load_packed(world.root / name) for name in (case.policy, case.reference))
     encode = Encoder(recipe, loaded.tokenizer, 64)
     data = PreferenceExamples(recipe, directory, encode, lambda: nullcontext(reference.module))
     module = loaded.module
     return Learner(module, LearnPreferences(recipe.algorithm), Optimizer(module, recipe.train), budget), data.heldout
 
 
-def part(directory: Path) -> Loaded:
+def load_packed(directory: Path) -> Loaded:
     loaded = load_policy(directory, "float32", "cpu")
     use_packed_attention(loaded.module)
     return loaded
@@ -112,13 +112,13 @@ def test_loss_and_gradient(world: World, case: Case, budget: int, tmp_path: Path
     theirs, expected = world.found[case.name], load_file(world.root / f"{case.name}.safetensors")
     ours, examples = learner(case, world, tmp_path, budget)
     loss = ours.gradient(examples)
-    found = {n: p.grad for n, p in ours.model.named_parameters() if p.grad is not None}
-    assert expected.keys() == found.keys()
+    gradients = {n: p.grad for n, p in ours.model.named_parameters() if p.grad is not None}
+    assert expected.keys() == gradients.keys()
     scale = max(gradient.abs().max() for gradient in expected.values())
-    far = max(((found[n] - g).abs().max() / scale).item() for n, g in expected.items())
-    print(f"{case.name:6} loss {loss:+.7f} TRL {theirs['loss']:+.7f} gradient {far:.1e} of the largest {theirs['kl']}")
+    diff = max(((gradients[n] - g).abs().max() / scale).item() for n, g in expected.items())
+    print(f"{case.name:6} loss {loss:+.7f} TRL {theirs['loss']:+.7f} gradient {diff:.1e} of the largest {theirs['kl']}")
     assert loss == pytest.approx(theirs["loss"], rel=1e-6, abs=1e-6)
-    assert far < 5e-6
+    assert diff < 5e-6
     if case.trainer == "kto":
         objective = ours.objective
         assert isinstance(objective, LearnPreferences)

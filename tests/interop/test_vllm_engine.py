@@ -1,6 +1,6 @@
-"""Real vLLM as a rollout engine: the core's tokens and log-probs, new weights by every channel, and failures.
+"""Real vLLM as a rollout engine: the same tokens and log-probs as the core, weight updates by every channel, failures.
 
-Most tests use one server, with tied embeddings; a second one, without, is started by a training run itself.
+Most tests share one server, with tied embeddings; a training run starts a second one, without tied embeddings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENIZER = load_any("sums-policy").tokenizer
 
 
 def model(seed: int, tied: bool) -> Any:
-    """Heads of 32, as vLLM's CPU attention needs them."""
+    """A model with heads of 32 dimensions, which vLLM's CPU attention requires."""
     module = new_llama(
         "policy", vocab_size=len(TOKENIZER), hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=128,
         max_positions=512, seed=seed, tie_embeddings=tied, pad_token_id=TOKENIZER.pad_token_id,
@@ -55,7 +55,7 @@ def model(seed: int, tied: bool) -> Any:
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(4)  # so that weights matter to what is likely
+                parameter.mul_(4)  # so that the weights affect the probabilities
     return module
 
 
@@ -63,10 +63,10 @@ def model(seed: int, tied: bool) -> Any:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".venv-vllm" / ".installed").exists():
         pytest.skip(".venv-vllm is not there: `make interop` makes it, and runs this")
-    found = tmp_path_factory.mktemp("vllm")
-    save(model(1, tied=True), TOKENIZER, found / "tied")
-    save(model(1, tied=False), TOKENIZER, found / "untied")
-    return found
+    root = tmp_path_factory.mktemp("vllm")
+    save(model(1, tied=True), TOKENIZER, root / "tied")
+    save(model(1, tied=False), TOKENIZER, root / "untied")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def engine(directory: Path) -> Iterator[VllmEngine]:
     )
     with server:
         server.wait_ready(START_SECONDS)
-        with VllmEngine(server.url, stop_ids=[TOKENIZER.eos_token_id], server=server, timeout=300, raw=True) as made:
-            yield made
+        with VllmEngine(server.url, stop_ids=[TOKENIZER.eos_token_id], server=server, timeout=300, raw=True) as client:
+            yield client
 
 
 def publish(engine: VllmEngine, channel: Channel, module: Any, version: int) -> None:
@@ -93,9 +93,9 @@ def next_version(engine: VllmEngine) -> int:
 
 
 def prompts() -> list[list[int]]:
-    """The last is longer than a block of vLLM's prefix cache on a CPU."""
-    draw = np.random.default_rng(3)
-    return [draw.integers(4, len(TOKENIZER), n).tolist() for n in (1, 5, 40, 300)]
+    """Four prompts; the last is longer than a block of vLLM's prefix cache on a CPU."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(4, len(TOKENIZER), n).tolist() for n in (1, 5, 40, 300)]
 
 
 def raw(core: Engine, sample: Sample) -> np.ndarray:
@@ -108,7 +108,7 @@ def trainer(module: Any) -> Callable[[Sequence[int]], np.ndarray]:
 
 
 def check_equal(engine: VllmEngine, module: Any) -> None:
-    """Greedy tokens and log-probs are those of the core on this module."""
+    """Greedy tokens and log-probs equal those of the core with this module."""
     core = Engine(module, TOKENIZER)
     params = [SamplingParams(temperature=0, max_tokens=12)] * len(prompts())
     for ours, theirs in zip(core.generate(prompts(), params), engine.generate(prompts(), params), strict=True):
@@ -119,38 +119,38 @@ def check_equal(engine: VllmEngine, module: Any) -> None:
         assert theirs.logprobs == ours.logprobs
 
 
-def test_it_is_stale_until_weights_have_come(engine: VllmEngine) -> None:
+def test_engine_is_stale_until_it_gets_weights(engine: VllmEngine) -> None:
     assert engine.state().version is None
     with pytest.raises(StaleWeights, match="no weights yet"):
         engine.generate([[5]], [SamplingParams(max_tokens=1)])
 
 
 @pytest.mark.parametrize("channel", ["disk", "shared", "collective"])
-def test_every_channel_brings_weights_that_are_used(engine: VllmEngine, channel: str, tmp_path: Path) -> None:
-    """The head is tied to the embedding: the trap in which the server says yes and uses the old one."""
-    made: Channel = {
+def test_engine_uses_the_weights_from_every_channel(engine: VllmEngine, channel: str, tmp_path: Path) -> None:
+    """The head is tied to the embedding: a server can accept such an update and still use the old head."""
+    transport: Channel = {
         "disk": lambda: DiskChannel(tmp_path), "shared": SharedChannel, "collective": CollectiveChannel,
     }[channel]()  # fmt: skip
     probe = Probe(probe_contexts(prompts(), 512), TOLERANCE)
     try:
         for seed in (1, 2, 3):
             new = model(seed, tied=True)
-            publish(engine, made, new, version := next_version(engine))
+            publish(engine, transport, new, version := next_version(engine))
             check_equal(engine, new)
-            found = probe.check(engine, trainer(new), version)
-        assert found["probe/follows"] == pytest.approx(1, abs=1e-3)
+            metrics = probe.check(engine, trainer(new), version)
+        assert metrics["probe/follows"] == pytest.approx(1, abs=1e-3)
     finally:
-        made.close()
+        transport.close()
 
 
-def test_both_log_probs_and_seeds_and_stops(engine: VllmEngine) -> None:
+def test_raw_and_sampled_log_probs_seeds_and_stop_strings(engine: VllmEngine) -> None:
     new = model(2, tied=True)
     publish(engine, SharedChannel(), new, next_version(engine))
     core = Engine(new, TOKENIZER)
-    cold = [SamplingParams(n=3, temperature=0.6, max_tokens=10, seed=11 + i) for i in range(4)]
-    found = engine.generate(prompts(), cold)
-    assert [(s.group, s.index) for s in found] == [(g, i) for g in range(4) for i in range(3)]
-    for sample in found:
+    params = [SamplingParams(n=3, temperature=0.6, max_tokens=10, seed=11 + i) for i in range(4)]
+    samples = engine.generate(prompts(), params)
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(4) for i in range(3)]
+    for sample in samples:
         assert np.allclose(sample.raw_logprobs, raw(core, sample), atol=TOLERANCE)
         context = [*sample.prompt_ids]
         for token, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
@@ -158,9 +158,9 @@ def test_both_log_probs_and_seeds_and_stops(engine: VllmEngine) -> None:
             sampled = torch.log_softmax(torch.from_numpy(logits).double() / 0.6, dim=0)
             assert logprob == pytest.approx(float(sampled[token]), abs=TOLERANCE)
             context.append(token)
-    again = engine.generate(prompts(), cold)
-    assert [s.token_ids for s in again] == [s.token_ids for s in found]
-    assert len({s.token_ids for s in found[6:9]}) > 1  # samples of one prompt have seeds of their own
+    again = engine.generate(prompts(), params)
+    assert [s.token_ids for s in again] == [s.token_ids for s in samples]
+    assert len({s.token_ids for s in samples[6:9]}) > 1  # samples of one prompt have different seeds
     stopping = SamplingParams(temperature=1.0, max_tokens=40, seed=5, n=8, stop=("+",))
     for sample in engine.generate([prompts()[1]], [stopping]):
         assert "+" not in sample.text
@@ -171,51 +171,51 @@ def test_both_log_probs_and_seeds_and_stops(engine: VllmEngine) -> None:
 
 
 def updated_after(
-    engine: VllmEngine, asked: list[list[int]], params: list[SamplingParams], first: Any, then: Any, seconds: float
+    engine: VllmEngine, contexts: list[list[int]], params: list[SamplingParams], first: Any, then: Any, seconds: float
 ) -> list[Sample]:
-    """Samples begun with the first weights; after so many seconds the others come."""
-    publish(engine, SharedChannel(), first, old := next_version(engine))
-    found: list[Sample] = []
-    call = threading.Thread(target=lambda: found.extend(engine.generate(asked, params)))
+    """Samples started with the weights `first`; the weights `then` are published after `seconds`."""
+    publish(engine, SharedChannel(), first, version := next_version(engine))
+    samples: list[Sample] = []
+    call = threading.Thread(target=lambda: samples.extend(engine.generate(contexts, params)))
     call.start()
     time.sleep(seconds)
-    publish(engine, SharedChannel(), then, old + 1)
+    publish(engine, SharedChannel(), then, version + 1)
     call.join(180)
     assert not call.is_alive()
-    return found
+    return samples
 
 
-def test_paused_requests_keep_their_tokens_and_go_on_with_new_weights(engine: VllmEngine) -> None:
-    asked = [[5, 6 + i, 7] for i in range(8)]
-    long = [SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)] * len(asked)
+def test_paused_requests_keep_their_tokens_and_continue_with_new_weights(engine: VllmEngine) -> None:
+    contexts = [[5, 6 + i, 7] for i in range(8)]
+    long = [SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)] * len(contexts)
     first, new = model(1, tied=True), model(3, tied=True)
-    before = Engine(first, TOKENIZER).generate(asked, long)
-    for power in range(14):  # the server's own counts lag behind: later and later, until all are in the middle
-        found = updated_after(engine, asked, long, first, new, 0.05 * 1.5**power)
-        pairs = [(sample.token_ids, alone.token_ids) for sample, alone in zip(found, before, strict=True)]
-        if all(ids != whole and ids[:2] == whole[:2] for ids, whole in pairs):
+    references = Engine(first, TOKENIZER).generate(contexts, long)
+    for power in range(14):  # the server's counters lag: update later and later until all are mid-generation
+        samples = updated_after(engine, contexts, long, first, new, 0.05 * 1.5**power)
+        pairs = [(sample.token_ids, reference.token_ids) for sample, reference in zip(samples, references, strict=True)]
+        if all(ids != full and ids[:2] == full[:2] for ids, full in pairs):
             break
     core = Engine(new, TOKENIZER)
-    for sample, alone in zip(found, before, strict=True):
+    for sample, reference in zip(samples, references, strict=True):
         assert len(sample.token_ids) == 480
         assert set(sample.versions) == {next_version(engine) - 2}, "as old as its oldest token"
-        changed = [i for i, (a, b) in enumerate(zip(sample.token_ids, alone.token_ids, strict=True)) if a != b]
+        changed = [i for i, (a, b) in enumerate(zip(sample.token_ids, reference.token_ids, strict=True)) if a != b]
         assert changed, "it was not finished when new weights came"
         assert changed[0] > 0, "it keeps what the old weights wrote"
-        # From there on it is the new weights' own continuation: its KV was computed again.
+        # From there on the new weights continue it: its KV cache was recomputed.
         rest = slice(changed[0] + 1, None)
         assert np.allclose(sample.raw_logprobs[rest], raw(core, sample)[rest], atol=TOLERANCE)
     check_equal(engine, new)
 
 
-def test_a_prompt_in_the_prefix_cache_is_read_again_after_an_update(engine: VllmEngine) -> None:
+def test_cached_prefix_is_recomputed_after_a_weight_update(engine: VllmEngine) -> None:
     channel = SharedChannel()
     publish(engine, channel, model(1, tied=True), next_version(engine))
     check_equal(engine, model(1, tied=True))
     version = next_version(engine)
     new = model(2, tied=True)
     probe = Probe([prompts()[3]], TOLERANCE)
-    channel.publish(Weights.of(new), version, [engine.wire])  # and the cache is left as it is
+    channel.publish(Weights.of(new), version, [engine.wire])  # without clearing the cache
     engine.new_version(version)
     with pytest.raises(ProbeFailed, match="does not use these weights"):
         probe.check(engine, trainer(new), version)
@@ -223,7 +223,7 @@ def test_a_prompt_in_the_prefix_cache_is_read_again_after_an_update(engine: Vllm
     check_equal(engine, new)
 
 
-def test_a_part_of_the_weights_is_refused_and_leaves_it_stale(engine: VllmEngine) -> None:
+def test_incomplete_weights_are_rejected(engine: VllmEngine) -> None:
     tensors = {name: tensor for name, tensor in model(1, tied=True).state_dict().items() if "layers.1" not in name}
     with pytest.raises(WeightsRefused, match="another layout"):
         SharedChannel().publish(Weights(tensors), next_version(engine), [engine.wire])
@@ -231,7 +231,7 @@ def test_a_part_of_the_weights_is_refused_and_leaves_it_stale(engine: VllmEngine
     check_equal(engine, model(1, tied=True))
 
 
-def test_it_sleeps_and_wakes_as_it_was(engine: VllmEngine) -> None:
+def test_engine_is_unchanged_after_sleep_and_wake(engine: VllmEngine) -> None:
     engine.sleep()
     engine.wake()
     check_equal(engine, model(1, tied=True))
@@ -239,45 +239,45 @@ def test_it_sleeps_and_wakes_as_it_was(engine: VllmEngine) -> None:
 
 
 def train(directory: Path, viewer: Silent, **tables: Any) -> None:
-    found = recipe(
+    config = recipe(
         placement={"name": "disaggregated"},
         train={"steps": 3, "lr": 1e-3},
         sampling={"max_tokens": 12},
         **tables,
     )
-    with Run(directory, found) as run:
-        RlTraining(found, run, viewer).fit()
+    with Run(directory, config) as run:
+        RlTraining(config, run, viewer).fit()
 
 
-def test_a_run_on_it_reports_the_difference_and_one_without_updates_ends(
+def test_run_reports_the_log_prob_mismatch_and_fails_without_weight_updates(
     engine: VllmEngine, directory: Path, tmp_path: Path
 ) -> None:
     viewer = Silent()
-    # A reward that differs from answer to answer: without it nothing is learned, and nothing could be seen to move.
+    # The reward differs between answers: otherwise the weights would not change and updates could not be detected.
     common: dict[str, Any] = {"model": {"path": str(directory / "tied")}, "reward": {"path": "sums"}}
     train(tmp_path / "run", viewer, engine={"name": "vllm", "url": engine.url, "probe": TOLERANCE}, **common)
     assert len(viewer.seen) == 3
-    for seen in viewer.seen:
-        assert seen["mismatch/abs_max"] < TOLERANCE
-        assert seen["probe/abs_max"] < TOLERANCE
+    for metrics in viewer.seen:
+        assert metrics["mismatch/abs_max"] < TOLERANCE
+        assert metrics["probe/abs_max"] < TOLERANCE
     with pytest.raises(RunError, match="does not use these weights"):
         train(tmp_path / "off", Silent(), engine={"name": "vllm", "url": engine.url, "update": False}, **common)
 
 
-def test_a_run_starts_its_own_server_and_ends_it(directory: Path, tmp_path: Path) -> None:
-    """Without tied embeddings."""
+def test_run_starts_and_stops_its_own_vllm_server(directory: Path, tmp_path: Path) -> None:
+    """The model has no tied embeddings."""
     viewer = Silent()
-    own = {
+    table = {
         "name": "vllm", "python": str(PYTHON), "options": OPTIONS, "environment": ENVIRONMENT, "probe": TOLERANCE,
         "kv_bytes": 64 << 20,
     }  # fmt: skip
     before = {p.pid for p in psutil.process_iter() if _is_vllm(p)}
     train(
-        tmp_path / "run", viewer, engine=own, model={"path": str(directory / "untied")},
+        tmp_path / "run", viewer, engine=table, model={"path": str(directory / "untied")},
         reward={"path": "sums"},
     )  # fmt: skip
-    assert all(seen["mismatch/abs_max"] < TOLERANCE for seen in viewer.seen)
-    assert any(seen.get("probe/follows", 0) > 0.9 for seen in viewer.seen)
+    assert all(metrics["mismatch/abs_max"] < TOLERANCE for metrics in viewer.seen)
+    assert any(metrics.get("probe/follows", 0) > 0.9 for metrics in viewer.seen)
     assert (tmp_path / "run" / "vllm-0.log").exists()
     assert {p.pid for p in psutil.process_iter() if _is_vllm(p)} == before
 

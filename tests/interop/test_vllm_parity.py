@@ -1,6 +1,6 @@
-"""The same models behind real vLLM and behind Plaudit: the same status, the same keys and types, the same scores.
+"""Real vLLM and Plaudit serve the same models: the same status, the same keys and types, the same scores.
 
-vLLM takes most of a minute to start, so two of the four models are compared by default and all with VLLM_PARITY=all.
+vLLM takes most of a minute to start, so two of the four models are compared by default, and all with VLLM_PARITY=all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ START_SECONDS = 400.0
 TOLERANCE = 1e-4
 POSITIONS = 64
 STEP_TAG = "?"
-UNEQUAL = ("created", "message", "detail")  # by nature; their types are compared
+UNEQUAL = ("created", "message", "detail")  # these values may differ; only their types are compared
 
 
 @dataclass(frozen=True)
 class Setting:
-    """options  what vLLM is started with; `table`: what Plaudit's serve.toml says of the model"""
+    """`options`: vLLM's command-line options; `table`: the model's entry in Plaudit's serve.toml"""
 
     name: str
     labels: tuple[str, ...]
@@ -71,7 +71,7 @@ DEFAULT = 2
 def write_model(directory: Path, setting: Setting) -> Path:
     tokenizer = tiny.llama3()
     shape = {
-        # vLLM's attention on CPU takes heads of 32 and more.
+        # vLLM's CPU attention requires heads of at least 32 dimensions.
         "vocab_size": len(tokenizer) + len(tokenizer) % 2, "hidden_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "initializer_range": 0.25,
         "max_position_embeddings": POSITIONS, "tie_word_embeddings": False, "bos_token_id": tokenizer.bos_token_id,
@@ -90,7 +90,7 @@ def write_model(directory: Path, setting: Setting) -> Path:
 
 @contextmanager
 def vllm_server(path: Path, setting: Setting) -> Iterator[httpx.Client]:
-    """Started, and not waited for."""
+    """Start vLLM without waiting until it is ready."""
     port = free_port()
     command = [
         str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
@@ -109,7 +109,7 @@ def vllm_server(path: Path, setting: Setting) -> Iterator[httpx.Client]:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 yield client
         finally:
-            # It has processes of its own, which a signal to the first alone may leave behind.
+            # vLLM has child processes, which a signal to the parent alone may leave behind.
             os.killpg(process.pid, signal.SIGINT)
             try:
                 process.wait(20)
@@ -119,8 +119,8 @@ def vllm_server(path: Path, setting: Setting) -> Iterator[httpx.Client]:
 
 
 def wait_ready(client: httpx.Client, path: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         try:
             if client.get("/health").status_code == 200:
                 return
@@ -130,32 +130,34 @@ def wait_ready(client: httpx.Client, path: Path) -> None:
     raise AssertionError(f"vLLM not ready within {START_SECONDS} s:\n{(path / 'vllm.log').read_text()[-3000:]}")
 
 
-def unlike(theirs: Any, ours: Any, body: Any, at: str = "") -> list[str]:
-    """Where two replies differ: what vLLM says and what Plaudit says."""
+def differences_of(theirs: Any, ours: Any, body: Any, at: str = "") -> list[str]:
+    """The differences between two replies, with the values of vLLM and Plaudit."""
     name = at.rpartition(".")[2]
     if type(theirs) is not type(ours):
         return [f"{at}: {theirs!r} and {ours!r}"]
     if isinstance(theirs, dict):
         if set(theirs) != set(ours):
             return [f"{at}: keys {sorted(theirs)} and {sorted(ours)}"]
-        return [found for key in theirs for found in unlike(theirs[key], ours[key], body, f"{at}.{key}")]
+        return [
+            difference for key in theirs for difference in differences_of(theirs[key], ours[key], body, f"{at}.{key}")
+        ]
     if isinstance(theirs, list):
         if len(theirs) != len(ours):
             return [f"{at}: {len(theirs)} and {len(ours)} entries"]
         pairs = enumerate(zip(theirs, ours, strict=True))
-        return [found for place, (a, b) in pairs for found in unlike(a, b, body, f"{at}.{place}")]
+        return [difference for index, (a, b) in pairs for difference in differences_of(a, b, body, f"{at}.{index}")]
     if isinstance(theirs, float):
         return [] if abs(theirs - ours) <= TOLERANCE else [f"{at}: {theirs} and {ours}"]
     if name == "data" and isinstance(theirs, str):
-        return unlike(unpacked(theirs, body), unpacked(ours, body), body, f"{at}.base64")
+        return differences_of(decoded(theirs, body), decoded(ours, body), body, f"{at}.base64")
     if name == "id":
         theirs, ours = theirs.partition("-")[0], ours.partition("-")[0]
-    if name == "param":  # which of several wrong fields is named, depends on who looks first
+    if name == "param":  # which of several wrong fields is named depends on the order of validation
         return []
     return [] if name in UNEQUAL or theirs == ours else [f"{at}: {theirs!r} and {ours!r}"]
 
 
-def unpacked(text: str, body: dict[str, Any]) -> list[float]:
+def decoded(text: str, body: dict[str, Any]) -> list[float]:
     order = {"big": ">"}.get(body.get("endianness", ""), "<")
     number = {"float16": "f2"}.get(body.get("embed_dtype", ""), "f4")
     return np.frombuffer(base64.b64decode(text), order + number).astype(np.float64).tolist()
@@ -171,15 +173,17 @@ def answer(client: httpx.Client, case: Case, model: str) -> tuple[int, Any]:
 
 
 def compared(case: Case, theirs: tuple[int, Any], ours: tuple[int, Any]) -> str:
-    """ "" if they are alike, or if they differ and should."""
-    found = [f"status {theirs[0]} and {ours[0]}"] if theirs[0] != ours[0] else unlike(theirs[1], ours[1], case.body)
+    """The unexpected result, or "" if the replies agree, or differ as documented."""
+    differences = (
+        [f"status {theirs[0]} and {ours[0]}"] if theirs[0] != ours[0] else differences_of(theirs[1], ours[1], case.body)
+    )
     if case.differs:
-        return "" if found else f"{case.name}: alike, though {case.differs}"
-    return f"{case.name}: {'; '.join(found[:3])}" if found else ""
+        return "" if differences else f"{case.name}: alike, though {case.differs}"
+    return f"{case.name}: {'; '.join(differences[:3])}" if differences else ""
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_vllm_and_plaudit_answer_alike(setting: Setting, tmp_path: Path) -> None:
+def test_vllm_and_plaudit_give_the_same_replies(setting: Setting, tmp_path: Path) -> None:
     if not (ENVIRONMENT / ".installed").exists():
         pytest.skip(".venv-vllm is not there: `make bench` makes it")
     if SETTINGS.index(setting) >= DEFAULT and os.environ.get("VLLM_PARITY") != "all":
@@ -201,9 +205,9 @@ def test_vllm_and_plaudit_answer_alike(setting: Setting, tmp_path: Path) -> None
 
 
 def check_gets(vllm: httpx.Client, ours: httpx.Client) -> None:
-    theirs, mine = (client.get("/v1/models").json() for client in (vllm, ours))
-    assert set(theirs) <= set(mine)
-    card, other = theirs["data"][0], mine["data"][0]
+    theirs, listed = (client.get("/v1/models").json() for client in (vllm, ours))
+    assert set(theirs) <= set(listed)
+    card, other = theirs["data"][0], listed["data"][0]
     assert all(type(card[key]) is type(other[key]) for key in card), (card, other)
     assert card["id"] == other["id"]
     assert card["max_model_len"] == other["max_model_len"] == POSITIONS
@@ -217,11 +221,11 @@ def check_raw_bodies(vllm: httpx.Client, ours: httpx.Client, path: str) -> None:
         replies = [client.post(path, content=content, headers={"content-type": kind}) for client in (vllm, ours)]
         theirs, mine = ((reply.status_code, reply.json()) for reply in replies)
         assert theirs[0] == mine[0] == 400
-        assert not unlike(theirs[1], mine[1], {}), (theirs, mine)
+        assert not differences_of(theirs[1], mine[1], {}), (theirs, mine)
 
 
 def check_mistakes(vllm: httpx.Client, ours: httpx.Client) -> None:
-    """The twelve of every protocol: status, keys and types, at vLLM's own paths."""
+    """The twelve mistakes of every protocol: status, keys and types, at vLLM's own paths."""
     form = FORMS["vllm"]
     own = replace(form, path="/classify", body={**form.body, "model": "reward"}, long=[vllm_cases.LONG])
     theirs, mine = made(vllm, own), made(ours, replace(own, path="/vllm/classify"), "/vllm")
@@ -229,4 +233,8 @@ def check_mistakes(vllm: httpx.Client, ours: httpx.Client) -> None:
     assert statuses == {**form.statuses, **form.originally}
     for mistake, reply in theirs.items():
         assert mine[mistake].status_code == form.statuses[mistake], mistake
-        assert not unlike(reply.json(), mine[mistake].json(), own.body), (mistake, reply.text, mine[mistake].text)
+        assert not differences_of(reply.json(), mine[mistake].json(), own.body), (
+            mistake,
+            reply.text,
+            mine[mistake].text,
+        )

@@ -1,6 +1,7 @@
-"""Search with real vLLM generating the steps: the core's own tree at temperature 0, and its log-probs with sampling.
+"""Search with real vLLM generating the steps: the core's tree at temperature 0, and its log-probs with sampling.
 
-The server has the embedded policy with heads padded to 32, as vLLM's CPU attention requires: heads of 20, and zeros.
+The server has the embedded policy with heads of 20 dimensions padded with zeros to 32, as vLLM's CPU attention
+requires.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ POLICY = load_any("sums-policy")
 
 
 def widen(directory: Path) -> None:
-    """The same model with wider heads: the new dimensions are zero and not rotated, and q makes up for the scale."""
+    """The same model with wider heads: the new dimensions are zero and not rotated, and q compensates for the scale."""
     config = POLICY.module.config
     old = config.head_dim
     tensors: dict[str, torch.Tensor] = {}
@@ -83,8 +84,8 @@ def remote(url: str, method: str, **flags: Any) -> SearchRecipe:
     return recipe(method, **{"engine.name": "openai", "engine.url": url, "engine.model": MODEL, **flags})
 
 
-def searched(asked: SearchRecipe, policy: RemotePolicy | None = None) -> list[Outcome]:
-    search = Search(asked, policy=policy, tokenizer=POLICY.tokenizer)
+def searched(settings: SearchRecipe, policy: RemotePolicy | None = None) -> list[Outcome]:
+    search = Search(settings, policy=policy, tokenizer=POLICY.tokenizer)
     try:
         return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
     finally:
@@ -96,14 +97,14 @@ def nodes(outcome: Outcome) -> list[tuple[Any, ...]]:
 
 
 class ByText(RemotePolicy):
-    """As with a server that does not return the sampled tokens."""
+    """A server that does not return the sampled tokens."""
 
     def _openai(self, request: StepRequest) -> dict[str, Any]:
         return {**super()._openai(request), "return_token_ids": False}
 
 
 @pytest.mark.parametrize("method", ["best-of-n", "ets", "mcts"])
-def test_where_nothing_is_drawn_it_is_the_cores_search(url: str, method: str) -> None:
+def test_search_at_temperature_zero_equals_the_cores_search(url: str, method: str) -> None:
     greedy: Mapping[str, Any] = {"steps.temperature": 0.0}
     for ours, theirs in zip(searched(recipe(method, **greedy)), searched(remote(url, method, **greedy)), strict=True):
         assert nodes(theirs) == nodes(ours)
@@ -111,24 +112,26 @@ def test_where_nothing_is_drawn_it_is_the_cores_search(url: str, method: str) ->
         assert (theirs.answer, theirs.right, theirs.stopped) == (ours.answer, ours.right, ours.stopped)
         for name in ("kv_tokens", "kv_peak", "generated", "calls", "scored", "rounds"):
             assert getattr(theirs.driver.costs, name) == getattr(ours.driver.costs, name), name
-        told = [node.logprob for node in theirs.tree.nodes[1:]]
-        assert told == pytest.approx([node.logprob for node in ours.tree.nodes[1:]], abs=1e-3)
+        logprobs = [node.logprob for node in theirs.tree.nodes[1:]]
+        assert logprobs == pytest.approx([node.logprob for node in ours.tree.nodes[1:]], abs=1e-3)
 
 
-def test_looking_ahead_is_the_cores(url: str) -> None:
+def test_lookahead_equals_the_cores(url: str) -> None:
     flags: Mapping[str, Any] = {"steps.temperature": 0.0, "search.lookahead": 2}
     ours, theirs = searched(recipe("dvts", **flags)), searched(remote(url, "dvts", **flags))
-    for one, other in zip(ours, theirs, strict=True):
-        assert nodes(other) == nodes(one)
-        assert [n.value for n in other.tree.nodes] == pytest.approx([n.value for n in one.tree.nodes], abs=5e-5)
+    for our_outcome, their_outcome in zip(ours, theirs, strict=True):
+        assert nodes(their_outcome) == nodes(our_outcome)
+        assert [n.value for n in their_outcome.tree.nodes] == pytest.approx(
+            [n.value for n in our_outcome.tree.nodes], abs=5e-5
+        )
 
 
-def test_drawn_steps_are_whole_and_as_likely_as_the_server_says(url: str) -> None:
+def test_sampled_steps_are_complete_and_have_the_cores_log_probs(url: str) -> None:
     core = Engine(POLICY.module, POLICY.tokenizer)
-    found = searched(remote(url, "rebase"))
+    outcomes = searched(remote(url, "rebase"))
     (stop,) = POLICY.tokenizer.encode(";", add_special_tokens=False)
-    assert len({n.tokens for o in found for n in o.tree.nodes}) > 10, "siblings have draws of their own"
-    for outcome in found:
+    assert len({n.tokens for o in outcomes for n in o.tree.nodes}) > 10, "siblings have draws of their own"
+    for outcome in outcomes:
         tree = outcome.tree
         assert outcome.stopped == "done"
         for node in tree.nodes[1:]:
@@ -140,13 +143,13 @@ def test_drawn_steps_are_whole_and_as_likely_as_the_server_says(url: str) -> Non
                 assert node.tokens[-1] == POLICY.tokenizer.eos_token_id
             if len(node.tokens):
                 path = tree.path_ids(node.id)
-                drawn = core.logprobs([list(path)])[0][-len(node.tokens) :]
-                assert node.logprob == pytest.approx(float(np.mean(drawn)), abs=1e-3)
+                logprobs = core.logprobs([list(path)])[0][-len(node.tokens) :]
+                assert node.logprob == pytest.approx(float(np.mean(logprobs)), abs=1e-3)
     again = searched(remote(url, "rebase").model_copy(update={"concurrent": 1}))
-    assert [nodes(o) for o in again] == [nodes(o) for o in found], "by seed, whatever is asked beside it"
+    assert [nodes(o) for o in again] == [nodes(o) for o in outcomes], "by seed, whatever is asked beside it"
 
 
-def test_with_a_served_prm_no_question_waits_and_nothing_changes(url: str) -> None:
+def test_search_with_a_served_prm_gives_the_same_tree_as_a_local_prm(url: str) -> None:
     with ServerProcess(None, "--model", "sums-steps") as scoring:
         prm = load_search(None, {"search.method": "rebase"}, [f'prm={{url="{scoring.url}"}}']).prm
         alone = remote(url, "rebase").model_copy(update={"prm": prm})
@@ -160,9 +163,9 @@ def test_with_a_served_prm_no_question_waits_and_nothing_changes(url: str) -> No
         ]
 
 
-def test_a_server_that_tells_no_tokens_is_asked_by_text(url: str) -> None:
-    asked = remote(url, "best-of-n", **{"steps.temperature": 0.0})
-    by_text = searched(asked, ByText(asked.engine, asked.steps))
+def test_server_that_returns_no_tokens_gets_prompts_as_text(url: str) -> None:
+    settings = remote(url, "best-of-n", **{"steps.temperature": 0.0})
+    by_text = searched(settings, ByText(settings.engine, settings.steps))
     for ours, theirs in zip(searched(recipe("best-of-n", **{"steps.temperature": 0.0})), by_text, strict=True):
         assert [(n.parent, n.text, n.state) for n in theirs.tree.nodes] == [
             (n.parent, n.text, n.state) for n in ours.tree.nodes
@@ -171,7 +174,7 @@ def test_a_server_that_tells_no_tokens_is_asked_by_text(url: str) -> None:
         assert theirs.driver.costs.calls == ours.driver.costs.calls
 
 
-def test_a_path_that_is_too_long_for_the_server_is_that_paths_error(url: str, tmp_path: Path) -> None:
+def test_path_too_long_for_the_server_is_an_error_of_that_path_only(url: str, tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     prompts = ["7+8+4=", "+".join("7" * 130) + "="]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -183,7 +186,7 @@ def test_a_path_that_is_too_long_for_the_server_is_that_paths_error(url: str, tm
         assert node.state == "failed"
         assert node.error is not None
         assert "rejected the request: it answered 400" in node.error
-    # Where nothing else came from it, it may be the recipe that is wrong.
+    # If no request succeeds, the recipe itself may be wrong, and the error is raised.
     file.write_text(json.dumps({"prompt": prompts[1]}) + "\n")
     with pytest.raises(RequestRefused, match="maximum context length"):
         searched(remote(url, "best-of-n", **{**flags, "data.limit": 1}))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TEXT, OTHER = "How are you?", "Fine, thank you."
-LONG = "abcdefghij" * 20  # more than the 64 tokens of the models here
+LONG = "abcdefghij" * 20  # longer than the 64 tokens that these models accept
 TOKENS = [265, 72, 101, 108, 108, 111]
 CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": OTHER}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "are you?"}]}]
@@ -15,8 +15,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 
 @dataclass(frozen=True)
 class Case:
-    """model    whether the body is given the model's name, unless it has one
-    differs  why the two do not answer alike; they must not, then
+    """model    whether the model's name is added to the body, unless it has one
+    differs  why the two replies differ; if set, they must differ
     """
 
     name: str
@@ -27,7 +27,7 @@ class Case:
 
 
 def _inputs(path: str) -> list[Case]:
-    """What every route with `input` or `messages` takes and refuses."""
+    """Requests that every route with `input` or `messages` accepts or rejects."""
     bodies: dict[str, Any] = {
         "text": {"input": TEXT},
         "texts": {"input": [TEXT, OTHER, "x"]},

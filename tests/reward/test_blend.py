@@ -1,4 +1,4 @@
-"""Blended rewards, by hand."""
+"""Blended rewards against values computed by hand."""
 
 import math
 import re
@@ -25,7 +25,7 @@ RESULTS = {
 }
 
 
-def test_by_hand() -> None:
+def test_blend_equals_values_computed_by_hand() -> None:
     weights = {"a": 1.0, "b": 4.0, "c": 3.0}
     total = combine(blend(members=weights), RESULTS)
     assert total.value == 2.0 + 4 * 0.5 - 3.0
@@ -44,7 +44,7 @@ def test_by_hand() -> None:
     assert cautious.value == pytest.approx(mean - 0.5 * deviation)
 
 
-def test_a_member_that_failed_fails_the_blend() -> None:
+def test_failed_member_fails_the_blend() -> None:
     for failed in (Score(error=ItemError("timeout", "too slow")), StepScores(error=ItemError("timeout", "too slow"))):
         score = combine(blend(members={"a": 1.0, "bad": 0.0}), {**RESULTS, "bad": failed})
         assert score.value is None
@@ -54,7 +54,7 @@ def test_a_member_that_failed_fails_the_blend() -> None:
     assert overflow.error.type == "nonfinite_score"
 
 
-def test_members_of_every_kind_in_this_process() -> None:
+def test_blend_of_rules_models_and_blends_in_this_process() -> None:
     tables: dict[str, Any] = {
         "rule": parse_reward({"kind": "rule", "rule": "exact", "answer": r"#(\d+)"}, "test"),
         "inner": blend(members={"rule": 2.0}),

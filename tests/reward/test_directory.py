@@ -1,4 +1,4 @@
-"""What a model directory states about its own scores, and what a user may override."""
+"""Reward settings stored in a model directory, and how a user overrides them."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from plaudit.train.supervised.supervised import SupervisedTraining
 from . import tiny
 
 
-def test_the_embedded_models_speak_for_themselves() -> None:
+def test_embedded_models_load_with_the_settings_of_their_reward_toml() -> None:
     outcome, process = complete({"path": "sums"}, "test"), complete({"path": "sums-steps"}, "test")
     assert isinstance(outcome, OutcomeTable)
     assert outcome.answer == "apart"
@@ -31,14 +31,14 @@ def test_the_embedded_models_speak_for_themselves() -> None:
         complete({"path": "sums-policy"}, "test")
 
 
-def test_the_embedded_tables_are_what_training_writes() -> None:
+def test_reward_toml_of_embedded_models_equals_what_training_writes() -> None:
     for name in ("sums", "sums-steps"):
         directory = resolve(name)
         assert (directory / "reward.toml").read_text() == reward_toml(load_recipe(directory / "recipe.toml"))
     assert reward_toml(load_recipe(resolve("sums-policy") / "recipe.toml")) is None
 
 
-def test_what_the_user_says_wins() -> None:
+def test_user_settings_override_those_of_the_model() -> None:
     table = complete({"path": "sums-steps", "format": {"keep": False}, "aggregate": "min"}, "test")
     assert isinstance(table, ProcessTable)
     assert (table.format.split, table.format.keep, table.aggregate) == (";", False, "min")
@@ -50,7 +50,7 @@ def test_what_the_user_says_wins() -> None:
     assert (other.answer, other.end) == ("apart", False)
 
 
-def test_by_architecture(tmp_path: Path) -> None:
+def test_kind_follows_the_architecture(tmp_path: Path) -> None:
     tokenizer = tiny.chatml()
     for kind, expected in (("outcome", OutcomeTable), ("steps", ProcessTable), ("value", ProcessTable)):
         path = tiny.write(tmp_path / kind, tiny.model(kind, tokenizer, ("a", "b")), tokenizer)
@@ -67,7 +67,7 @@ def test_by_architecture(tmp_path: Path) -> None:
         ("kind = ", "not valid TOML"),
     ],
 )
-def test_a_reward_toml_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_reward_toml_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     tokenizer = tiny.chatml()
     path = tiny.write(tmp_path, tiny.model("outcome", tokenizer, ("reward",)), tokenizer)
     (tmp_path / "reward.toml").write_text(text)
@@ -99,13 +99,13 @@ def test_a_reward_toml_that_cannot_be(tmp_path: Path, text: str, message: str) -
         ({"kind": "blend", "members": {"a": -1.0}, "combine": "mean-minus-deviation"}, "weights above 0"),
     ],
 )
-def test_tables_that_cannot_be(tree: dict[str, Any], message: str) -> None:
+def test_invalid_reward_tables_are_rejected_in_one_line(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse_reward(tree, "test")
     assert "\n" not in str(caught.value)
 
 
-def test_tables_survive_the_way_to_another_process() -> None:
+def test_tables_survive_serialisation() -> None:
     trees: list[tuple[dict[str, Any], type]] = [
         ({"kind": "outcome", "path": "x", "weights": {"a b": 1.0}, "kv_bytes": 1 << 20}, OutcomeTable),
         ({"kind": "rule", "rule": "regex", "pattern": "x"}, RuleTable),
@@ -126,7 +126,7 @@ def recipe(task: str, **more: Any) -> Any:
     return parse_recipe({**tree, **more}, "test")
 
 
-def test_what_is_trained_can_be_loaded_at_once(tmp_path: Path) -> None:
+def test_trained_model_loads_without_further_settings(tmp_path: Path) -> None:
     item = Item(prompt="7+8+4=", response="7+8=15;15+4=19;#19")
     for task, count in (("reward", 1), ("prm", 3)):
         tree = recipe(task)
@@ -138,7 +138,7 @@ def test_what_is_trained_can_be_loaded_at_once(tmp_path: Path) -> None:
         assert (tmp_path / task / "final" / "reward.toml").is_file()
 
 
-def test_several_attributes_count_the_same_until_told_otherwise(tmp_path: Path) -> None:
+def test_attributes_have_equal_weights_by_default(tmp_path: Path) -> None:
     data = tmp_path / "rated.jsonl"
     data.write_text('{"prompt": "1+1=", "response": "#2", "true": 1, "short": 0.5}\n' * 4)
     base = tiny_policy(tmp_path / "base")
@@ -159,7 +159,7 @@ def tiny_policy(directory: Path) -> str:
     return str(save(tiny.model("causal", tokenizer), tokenizer, directory))
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_missing_model_is_reported_with_a_suggestion() -> None:
     with pytest.raises(ModelError, match="did you mean 'sums'"):
         complete({"path": "summs"}, "test")
 
@@ -167,11 +167,11 @@ def test_a_model_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     "names", ["Work, ModelInfo", "complete", "RuleReward", "Judge, JudgeReward, HttpAsk", "combine"]
 )
-def test_these_need_no_torch(names: str) -> None:
+def test_rules_judges_and_tables_load_without_torch(names: str) -> None:
     code = f"from plaudit.reward import {names}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_readings_need_no_torch() -> None:
+def test_readings_load_without_torch() -> None:
     code = "from plaudit.reward import OutcomeReading, ProcessReading; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -11,14 +11,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="u
 TABLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_every_kind_and_format_is_there() -> None:
-    # An encoder gives no score: it is on the page about scaling.
-    # A comparison is no reward: `plaudit judge-check` alone reads it.
+def test_page_has_every_kind_and_format() -> None:
+    # An encoder gives no score: it is documented on the page about scaling.
+    # A comparison is no reward: only `plaudit judge-check` reads it.
     assert {tomllib.loads(text)["kind"] for text in TABLES} == {*KINDS, "comparison"} - {"embedding"}
     assert {name for name in FORMATS if f"| `{name}`" in PAGE} == set(FORMATS)
 
 
-def test_the_inline_format_is_math_shepherd_spelt_out() -> None:
+def test_inline_format_example_equals_math_shepherd() -> None:
     (text,) = [text for text in TABLES if "[format]" in text]
     table = parse_reward(tomllib.loads(text), "docs/rewards.md")
     assert isinstance(table, ProcessTable)

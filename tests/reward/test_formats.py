@@ -1,4 +1,4 @@
-"""Every process format against plain transformers on a token sequence made by hand, as its authors' code makes it."""
+"""Every process format against plain transformers on tokens built by hand, as its authors' code builds them."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_math_shepherd(tmp_path: Path) -> None:
         check(scored(path, item, format="math-shepherd"), ids, expected)
 
 
-def test_llemma_is_the_mean_over_the_vocabulary(tmp_path: Path) -> None:
+def test_llemma_score_is_the_mean_over_the_vocabulary(tmp_path: Path) -> None:
     tokenizer = tiny.sentence_piece()
     module = tiny.model("causal", tokenizer)
     plain_path = tiny.write(tmp_path / "untiled", module, tokenizer)
@@ -72,18 +72,18 @@ def test_llemma_is_the_mean_over_the_vocabulary(tmp_path: Path) -> None:
     check(scored(path, Item(prompt=QUESTION, response=STEPS), format="llemma"), ids, expected)
 
 
-def test_rlhflow_one_pass_equals_a_pass_for_every_step(tmp_path: Path) -> None:
+def test_rlhflow_in_one_pass_equals_one_pass_per_step(tmp_path: Path) -> None:
     tokenizer = tiny.llama3()
     module = tiny.model("causal", tokenizer)
     path = tiny.write(tmp_path, module, tokenizer)
     good, bad = tokenizer.encode("+")[-1], tokenizer.encode("-")[-1]
     conversation: list[dict[str, str]] = []
     expected, ids = [], []
-    for place, step in enumerate(STEPS):
-        conversation.append({"role": "user", "content": step if place else f"{QUESTION} {step}"})
+    for index, step in enumerate(STEPS):
+        conversation.append({"role": "user", "content": step if index else f"{QUESTION} {step}"})
         conversation.append({"role": "assistant", "content": "+"})
         ids = tokenizer.apply_chat_template(conversation, return_dict=False)
-        # "... <|end_header_id|> \n\n + <|eot_id|>": what predicts the answer is the third from the end
+        # "... <|end_header_id|> \n\n + <|eot_id|>": the third token from the end predicts the answer
         expected.append(tiny.softmax(tiny.plain(module, ids)[-3][[good, bad]])[0])
     for item in (
         Item(prompt=QUESTION, response=STEPS),
@@ -104,11 +104,11 @@ def test_qwen_math_prm(tmp_path: Path) -> None:
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "<extra_0>".join(STEPS) + "<extra_0>"},
     ]
-    whole = tokenizer.apply_chat_template(conversation, return_dict=False)
+    full = tokenizer.apply_chat_template(conversation, return_dict=False)
     tag = tokenizer.encode("<extra_0>")[0]
-    at = [i for i, token in enumerate(whole) if token == tag]
-    expected = tiny.softmax(tiny.plain(module, whole)[at])[:, 1]
-    ids = whole[: at[-1] + 1]  # what follows the last tag cannot change it
+    at = [i for i, token in enumerate(full) if token == tag]
+    expected = tiny.softmax(tiny.plain(module, full)[at])[:, 1]
+    ids = full[: at[-1] + 1]  # tokens after the last tag cannot change its score
     for item in (
         Item(prompt=QUESTION, response=STEPS),
         Item(prompt=QUESTION, response="\n\n".join(STEPS)),
@@ -116,11 +116,11 @@ def test_qwen_math_prm(tmp_path: Path) -> None:
         Item(tokens=tuple(ids)),
     ):
         check(scored(path, item, format="qwen2.5-math-prm"), ids, expected)
-    check(scored(path, Item(tokens=tuple(whole)), format="qwen2.5-math-prm"), whole, expected)
+    check(scored(path, Item(tokens=tuple(full)), format="qwen2.5-math-prm"), full, expected)
 
 
-def test_qwens_own_architectures_load_without_their_code(tmp_path: Path) -> None:
-    """As published: a head of two layers, no num_labels in the config, a vocabulary head nobody needs."""
+def test_qwen_reward_architectures_load_without_remote_code(tmp_path: Path) -> None:
+    """As published: a head of two layers, no num_labels in the config, an unused vocabulary head."""
     tokenizer = tiny.qwen()
     keys = {**tiny.shape(tokenizer).to_dict(), "model_type": "qwen2"}
     config = Qwen2Config(**{k: v for k, v in keys.items() if k not in ("architectures", "rope_parameters")})
@@ -163,8 +163,8 @@ def test_skywork_o1_prm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["\n\n", "\n"])
-def test_plain_where_the_tokenizer_merges_across_steps(tmp_path: Path, split: str) -> None:
-    """ "\\nh" is one token: tokenised whole, a step's end and the next one's beginning would be one."""
+def test_plain_format_with_a_tokenizer_that_merges_across_steps(tmp_path: Path, split: str) -> None:
+    """ "\\nh" is one token: in a text tokenised as a whole, a step's end and the next step's start would merge."""
     tokenizer = tiny.chatml()
     module = tiny.model("steps", tokenizer, labels=("wrong", "right"))
     path = tiny.write(tmp_path, module, tokenizer)
@@ -183,7 +183,7 @@ def test_plain_where_the_tokenizer_merges_across_steps(tmp_path: Path, split: st
         Item(tokens=tuple(ids)),
     ):
         check(scored(path, item, format={"split": split}), ids, expected)
-    # Without the end of the last step the response is not finished, and nothing is put after it.
+    # A response that ends with a separator is unfinished, so no end token is added.
     unfinished = scored(path, Item(prompt="hello?", response="".join(steps[:2])), format={"split": split})
     assert unfinished.values == pytest.approx(expected[:2].tolist(), abs=TOLERANCE)
     assert unfinished.tokens == at[1] + 1
@@ -208,16 +208,16 @@ def test_an_inline_format(tmp_path: Path) -> None:
     check(scored(path, Item(prompt=QUESTION, response=STEPS), format=form), ids, expected)
 
 
-def test_aggregates_by_hand(tmp_path: Path) -> None:
+def test_aggregates_equal_values_computed_by_hand(tmp_path: Path) -> None:
     tokenizer = tiny.chatml()
     path = tiny.write(tmp_path, tiny.model("steps", tokenizer, labels=("wrong", "right")), tokenizer)
     item = Item(prompt=QUESTION, response=STEPS)
-    found = {how: scored(path, item, aggregate=how) for how in ("last", "min", "mean", "prod")}
-    a, b, c = found["last"].values
-    assert found["last"].aggregate == c
-    assert found["min"].aggregate == min(a, b, c)
-    assert found["mean"].aggregate == pytest.approx((a + b + c) / 3)
-    assert found["prod"].aggregate == pytest.approx(a * b * c)
+    results = {aggregate: scored(path, item, aggregate=aggregate) for aggregate in ("last", "min", "mean", "prod")}
+    a, b, c = results["last"].values
+    assert results["last"].aggregate == c
+    assert results["min"].aggregate == min(a, b, c)
+    assert results["mean"].aggregate == pytest.approx((a + b + c) / 3)
+    assert results["prod"].aggregate == pytest.approx(a * b * c)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,12 @@ def test_aggregates_by_hand(tmp_path: Path) -> None:
         (3, "expected a table"),
     ],
 )
-def test_a_format_that_cannot_be_is_refused(form: Any, message: str) -> None:
+def test_invalid_format_is_rejected(form: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_reward({"kind": "process", "path": "x", "format": form}, "test")
 
 
-def test_formats_that_do_not_fit_the_model(tmp_path: Path) -> None:
+def test_format_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
     tokenizer = tiny.chatml()
     classes = tiny.write(tmp_path / "steps", tiny.model("steps", tokenizer, labels=("wrong", "right")), tokenizer)
     causal = tiny.write(tmp_path / "causal", tiny.model("causal", tokenizer), tokenizer)
@@ -260,7 +260,7 @@ def test_formats_that_do_not_fit_the_model(tmp_path: Path) -> None:
             load_reward(complete(tree, "test"))
 
 
-def test_a_format_survives_the_way_to_another_process() -> None:
+def test_formats_survive_serialisation() -> None:
     for name, form in FORMATS.items():
         table = parse_reward({"kind": "process", "path": "x", "format": name}, "test")
         assert parse_reward(table.model_dump(mode="json"), "again") == table

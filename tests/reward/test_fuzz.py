@@ -49,10 +49,14 @@ def items(draw: st.DrawFn) -> Item:
 
 @cache
 def readings() -> list[Any]:
-    found = [*(make() for make in READINGS.values()), outcome_reading(), outcome_reading(answer="apart", pool="mean")]
-    for reading in found:
+    all_readings = [
+        *(make() for make in READINGS.values()),
+        outcome_reading(),
+        outcome_reading(answer="apart", pool="mean"),
+    ]
+    for reading in all_readings:
         reading.intake.limit = 24
-    return found
+    return all_readings
 
 
 def prepared(reading: Any, item: Item) -> Work | Refused:
@@ -65,7 +69,7 @@ def prepared(reading: Any, item: Item) -> Work | Refused:
 @pytest.mark.slow
 @FUZZ
 @given(items())
-def test_refused_or_one_position_per_step(item: Item) -> None:
+def test_item_is_rejected_or_gets_one_position_per_step(item: Item) -> None:
     for reading in readings():
         work = prepared(reading, item)
         if isinstance(work, Refused):

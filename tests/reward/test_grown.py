@@ -1,4 +1,4 @@
-"""A response extended by a step: assembled from its earlier encoding, it equals one assembled from scratch."""
+"""A response extended by a step: its incremental encoding equals an encoding from scratch."""
 
 import random
 
@@ -25,32 +25,32 @@ def prepared(of: ProcessReading, steps: tuple[str, ...]) -> Work | None:
 
 
 @ALL
-def test_a_grown_response_is_the_whole_one(name: str) -> None:
-    of, rng, grew = READINGS[name](), random.Random(name), 0
+def test_extended_encoding_equals_encoding_from_scratch(name: str) -> None:
+    of, rng, grown_count = READINGS[name](), random.Random(name), 0
     split = of.format.split
     for _ in range(300):
         steps: tuple[str, ...] = ()
         before: Work | None = None
         for _ in range(4):
-            words = rng.choices(BITS, k=rng.randrange(4))
-            steps += ("".join(words) + rng.choice((split, split, split, "", split[:1], split[-1:])),)
-            whole = prepared(of, steps)
+            pieces = rng.choices(BITS, k=rng.randrange(4))
+            steps += ("".join(pieces) + rng.choice((split, split, split, "", split[:1], split[-1:])),)
+            full = prepared(of, steps)
             if before is not None and (grown := of.grown(tuple(before.tokens), QUESTION, steps)) is not None:
-                grew += 1
-                assert whole is not None
-                assert (whole.steps, whole.truncated) == (len(steps), False)
+                grown_count += 1
+                assert full is not None
+                assert (full.steps, full.truncated) == (len(steps), False)
                 assert (grown.tokens, grown.positions, grown.columns) == (
-                    whole.tokens,
-                    whole.positions[-1:],
+                    full.tokens,
+                    full.positions[-1:],
                     of.columns,
                 )
-            before = whole if whole is not None and whole.steps == len(steps) else None
+            before = full if full is not None and full.steps == len(steps) else None
     form = of.format
     apart = not form.joined and of.turns is None and not (form.end and (form.strip or not form.keep))
-    assert grew > 30 if apart else grew == 0
+    assert grown_count > 30 if apart else grown_count == 0
 
 
-def test_what_no_longer_fits_is_put_together_anew() -> None:
+def test_extension_beyond_the_token_limit_is_encoded_from_scratch() -> None:
     of = reading({"split": "\n"}, tiny.chatml())
     steps = tuple(f"{step}\n" for step in STEPS)
     before = prepared(of, steps[:2])
@@ -61,7 +61,7 @@ def test_what_no_longer_fits_is_put_together_anew() -> None:
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "mean-sigmoid", "none"])
-def test_scores_of_many_are_those_of_each(activation: str) -> None:
+def test_batched_last_scores_equal_single_scores(activation: str) -> None:
     of = reading({"activation": activation}, tiny.chatml())
     rng = np.random.default_rng(3)
     for count in (1, 2, 3, 7, 64):

@@ -1,4 +1,4 @@
-"""LLM judges: their prompts, the parsing of their answers, and a small real server that answers."""
+"""LLM judges: their prompts, the parsing of their answers, and requests to a small real server."""
 
 import json
 import threading
@@ -27,15 +27,15 @@ def judge_table(**keys: Any) -> JudgeTable:
     return table
 
 
-def test_what_is_asked() -> None:
+def test_judge_prompt_is_built_from_the_template() -> None:
     judge = Judge(judge_table(system="Be strict.", template="{prompt}|{response}|{truth}|{other}"))
     assert judge.messages(Item(prompt="p {truth}", response="r {prompt}", truth=19)) == [
         {"role": "system", "content": "Be strict."},
         {"role": "user", "content": "p {truth}|r {prompt}|19|{other}"},
     ]
     chat = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
-    (asked,) = Judge(judge_table(template="{prompt}|{response}")).messages(Item(prompt=chat, response="d"))
-    assert asked["content"] == "user: a\n\nassistant: b\n\nuser: c|d"
+    (message,) = Judge(judge_table(template="{prompt}|{response}")).messages(Item(prompt=chat, response="d"))
+    assert message["content"] == "user: a\n\nassistant: b\n\nuser: c|d"
     with pytest.raises(Refused) as caught:
         judge.messages(Item(prompt="p", response="r"))
     assert caught.value.type == "no_truth"
@@ -51,7 +51,7 @@ def test_what_is_asked() -> None:
         ("", None), ("seven", None), ("9" * 400, None), ("NaN", None),
     ],
 )  # fmt: skip
-def test_how_an_answer_is_read(text: str, value: float | None) -> None:
+def test_rating_is_parsed_from_the_answer(text: str, value: float | None) -> None:
     score = Judge(judge_table()).read(text)
     assert score.value == value
     if value is None:
@@ -59,7 +59,7 @@ def test_how_an_answer_is_read(text: str, value: float | None) -> None:
         assert score.error.type == "judge_unreadable"
 
 
-def test_a_pattern_of_ones_own() -> None:
+def test_custom_pattern_extracts_the_rating() -> None:
     judge = Judge(judge_table(pattern=r"\[\[(.+?)\]\]", low=-1.0, high=1.0))
     assert judge.read("7 of 10: [[0.5]]").value == 0.5
     assert judge.read("[[half]]").error is not None
@@ -67,7 +67,7 @@ def test_a_pattern_of_ones_own() -> None:
 
 
 class Server:
-    """An OpenAI-compatible server whose answers a function gives: (status, body) from the request's JSON."""
+    """An OpenAI-compatible server; `answer` maps the request's JSON to (status, body)."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -120,7 +120,7 @@ def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], tuple[int, Any]]], 
         server.close()
 
 
-def asked_over_http(server: Server, items: list[Item], **keys: Any) -> list[Any]:
+def scores_over_http(server: Server, items: list[Item], **keys: Any) -> list[Any]:
     table = judge_table(url=server.url, **keys)
     reward = JudgeReward(Judge(table), HttpAsk(table))
     try:
@@ -129,8 +129,8 @@ def asked_over_http(server: Server, items: list[Item], **keys: Any) -> list[Any]
         reward.close()
 
 
-def rated(body: dict[str, Any]) -> tuple[int, Any]:
-    """The rating is the answer's length."""
+def rate_by_length(body: dict[str, Any]) -> tuple[int, Any]:
+    """Rate an answer by its length."""
     answer = body["messages"][-1]["content"].partition("Answer: ")[2].partition("\n")[0]
     return says(f"I say {len(answer)}")
 
@@ -138,13 +138,13 @@ def rated(body: dict[str, Any]) -> tuple[int, Any]:
 ITEMS = [Item(prompt="q", response="x" * i) for i in range(1, 8)]
 
 
-def test_over_http(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_over_http_sends_the_request_and_parses_the_ratings(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # would fail if it were used
-    server = serve(rated)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # requests would fail if this proxy were used
+    server = serve(rate_by_length)
     items = [*ITEMS, Item(text="raw"), Item(prompt="q", response="x" * 11)]
-    found = asked_over_http(server, items, key_env="JUDGE_KEY", max_tokens=99)
-    assert found == [*map(float, range(1, 8)), "unsupported_form", "judge_unreadable"]
+    scores = scores_over_http(server, items, key_env="JUDGE_KEY", max_tokens=99)
+    assert scores == [*map(float, range(1, 8)), "unsupported_form", "judge_unreadable"]
     path, headers, body = server.requests[0]
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == "Bearer sesame"
@@ -155,37 +155,37 @@ def test_over_http(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_tried_again(serve: Any, status: int) -> None:
-    seen: list[int] = []
+def test_transient_errors_are_retried(serve: Any, status: int) -> None:
+    calls: list[int] = []
 
     def flaky(body: dict[str, Any]) -> tuple[int, Any]:
-        seen.append(1)
-        return (status, {"error": "busy"}) if len(seen) <= 2 else rated(body)
+        calls.append(1)
+        return (status, {"error": "busy"}) if len(calls) <= 2 else rate_by_length(body)
 
-    assert asked_over_http(serve(flaky), ITEMS[:1], retries=2) == [1.0]
-    assert len(seen) == 3
-    seen.clear()
-    assert asked_over_http(serve(flaky), ITEMS[:1], retries=1) == ["judge_failed"]
+    assert scores_over_http(serve(flaky), ITEMS[:1], retries=2) == [1.0]
+    assert len(calls) == 3
+    calls.clear()
+    assert scores_over_http(serve(flaky), ITEMS[:1], retries=1) == ["judge_failed"]
 
 
 @pytest.mark.parametrize("reply", [
     (302, b""), (307, b""), (400, b"{}"), (401, b"{}"), (200, b"not json"), (200, b"[]"), (200, b'{"choices": []}'),
     says(None), says(7), (200, b"[" * 100_000), (200, b"x" * (5 << 20)),
 ])  # fmt: skip
-def test_what_will_not_pass_is_an_error_at_once(serve: Any, reply: tuple[int, Any]) -> None:
+def test_permanent_errors_are_not_retried(serve: Any, reply: tuple[int, Any]) -> None:
     server = serve(lambda body: reply)
-    assert asked_over_http(server, ITEMS[:1]) == ["judge_failed"]
+    assert scores_over_http(server, ITEMS[:1]) == ["judge_failed"]
     assert [path for path, *_ in server.requests] == ["/v1/chat/completions"]
 
 
-def test_deadline_and_an_address_where_nobody_is(serve: Any) -> None:
+def test_timeout_and_unreachable_judge_are_errors(serve: Any) -> None:
     def slow(body: dict[str, Any]) -> tuple[int, Any]:
-        over.wait(60)
-        return rated(body)
+        release.wait(60)
+        return rate_by_length(body)
 
-    over = threading.Event()
-    assert asked_over_http(serve(slow), ITEMS[:3], timeout=0.3) == ["timeout"] * 3
-    over.set()
+    release = threading.Event()
+    assert scores_over_http(serve(slow), ITEMS[:3], timeout=0.3) == ["timeout"] * 3
+    release.set()
     table = judge_table(timeout=60.0)
     ask = HttpAsk(table)
     (answer,) = ask([[{"role": "user", "content": "x"}]])
@@ -193,7 +193,7 @@ def test_deadline_and_an_address_where_nobody_is(serve: Any) -> None:
     assert getattr(answer, "type", None) == "judge_failed"
 
 
-def test_no_more_are_asked_at_once_than_allowed(serve: Any) -> None:
+def test_concurrent_requests_stay_within_the_limit(serve: Any) -> None:
     now, most = 0, 0
     lock = threading.Lock()
 
@@ -205,13 +205,13 @@ def test_no_more_are_asked_at_once_than_allowed(serve: Any) -> None:
         time.sleep(0.02)
         with lock:
             now -= 1
-        return rated(body)
+        return rate_by_length(body)
 
-    assert asked_over_http(serve(counting), ITEMS * 3, concurrency=3) == [*map(float, range(1, 8))] * 3
+    assert scores_over_http(serve(counting), ITEMS * 3, concurrency=3) == [*map(float, range(1, 8))] * 3
     assert most <= 3
 
 
-def test_by_our_own_engine(tmp_path: Path) -> None:
+def test_judge_in_this_process_by_the_core_engine(tmp_path: Path) -> None:
     tokenizer = tiny.chatml()
     path = tiny.write(tmp_path, tiny.model("causal", tokenizer, positions=256), tokenizer)
     table = judge_table(path=path, max_tokens=8, pattern="(.)", low=-1.0)
@@ -225,6 +225,6 @@ def test_by_our_own_engine(tmp_path: Path) -> None:
     assert texts[0] == ask([conversations[0]])[0]
     assert getattr(texts[1], "type", None) == "judge_failed"
     assert isinstance(texts[2], str)
-    # an untrained judge says nothing sensible, and that is an error and no number
+    # an untrained judge gives unreadable answers, which are errors and not numbers
     assert {r.error.type for r in reward.score(ITEMS) if r.error} <= {"judge_unreadable"}
     reward.close()

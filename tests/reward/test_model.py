@@ -40,7 +40,7 @@ def path_and_keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return {"path": path, **({"format": "math-shepherd"} if request.param == "causal" else {})}
 
 
-def test_alone_is_batched_is_cached_is_in_a_group(path_and_keys: dict[str, Any]) -> None:
+def test_score_is_the_same_alone_batched_cached_and_in_a_group(path_and_keys: dict[str, Any]) -> None:
     table = complete(path_and_keys, "test")
     reward = load_reward(table)
     assert isinstance(reward, ModelReward)
@@ -58,21 +58,21 @@ def test_alone_is_batched_is_cached_is_in_a_group(path_and_keys: dict[str, Any])
     close(cached.score(items), alone)
 
 
-def test_one_bad_item_costs_the_others_nothing(path_and_keys: dict[str, Any]) -> None:
+def test_bad_items_do_not_change_the_scores_of_others(path_and_keys: dict[str, Any]) -> None:
     reward = load_reward(complete(path_and_keys, "test"))
     good = [Item(prompt="hello?", response=f"one\n\ntwo {i}") for i in range(5)]
     clean = reward.score(good)
     bad = [Item(tokens=(5, 10**9)), Item(prompt="x", response="\ud800"), Item(prompt="x" * 9999, response="y")]
     mixed = reward.score([bad[0], *good[:2], bad[1], *good[2:], bad[2]])
-    found = [r.error.type for r in mixed if r.error is not None]
-    assert found == ["bad_tokens", "bad_text", "too_long"]
+    errors = [r.error.type for r in mixed if r.error is not None]
+    assert errors == ["bad_tokens", "bad_text", "too_long"]
     close([r for r in mixed if r.error is None], clean)
     assert reward.score([]) == []
     assert reward.score(bad[:1])[0].error is not None
 
 
-def test_the_version_covers_all_that_can_change_a_score(tmp_path: Path) -> None:
-    """Weights, config, tokenizer, template, reward table and dtype; not where and in which batches it runs."""
+def test_version_covers_everything_that_can_change_a_score(tmp_path: Path) -> None:
+    """It covers weights, config, tokenizer, template, reward table and dtype, but not devices and batch sizes."""
     tokenizer = tiny.chatml()
     module = tiny.model("outcome", tokenizer, ("reward",))
     path = Path(tiny.write(tmp_path / "a", module, tokenizer))
@@ -84,7 +84,7 @@ def test_the_version_covers_all_that_can_change_a_score(tmp_path: Path) -> None:
         edit(copytree(path, tmp_path / name))
         return digest(tmp_path / name)
 
-    def weighed(copy: Path) -> None:
+    def change_weights(copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
         save_file(
             {**weights, "score.weight": weights["score.weight"] + 1}, copy / "model.safetensors", {"format": "pt"}
@@ -96,7 +96,7 @@ def test_the_version_covers_all_that_can_change_a_score(tmp_path: Path) -> None:
     assert changed("same", lambda copy: None) == first
     assert digest(budget=64, threads=1, max_replicas=2, device="cpu") == first
     others = [
-        changed("weights", weighed),
+        changed("weights", change_weights),
         changed("config", lambda copy: tiny.rotate(copy, 77.0)),
         changed("tokenizer", byte_tokenizer(eos="<|im_start|>").save_pretrained),
         changed("template", byte_tokenizer(chat_template="{{ messages[0]['content'] }}").save_pretrained),
@@ -120,8 +120,8 @@ def test_code_is_part_of_the_version(tmp_path: Path) -> None:
     assert version.digest(table, libraries=["torch"]) != version.digest(table, libraries=["tokenizers"])
 
 
-def test_scores_that_are_not_finite(tmp_path: Path) -> None:
-    """One token's embedding is broken: whoever uses it gets an error, and the others their scores."""
+def test_nonfinite_score_is_an_error_of_its_item_only(tmp_path: Path) -> None:
+    """One token's embedding is NaN: items with that token get an error, the others keep their scores."""
     tokenizer = tiny.chatml()
     for kind, labels in (("outcome", ("reward",)), ("steps", ("wrong", "right"))):
         module = tiny.model(kind, tokenizer, labels)
@@ -150,17 +150,17 @@ def test_the_embedded_reward_model_ranks_right_over_wrong(world: Sums) -> None:
     assert right >= 0.9 * len(pairs)
 
 
-def test_the_embedded_process_model_finds_the_first_wrong_step(world: Sums) -> None:
+def test_embedded_process_model_detects_the_first_wrong_step(world: Sums) -> None:
     reward = load_reward("sums-steps")
-    judged = [world.judged("heldout", i) for i in range(200)]
-    results = reward.score([Item(prompt=problem.prompt, response=response) for problem, response, _ in judged])
+    cases = [world.judged("heldout", i) for i in range(200)]
+    results = reward.score([Item(prompt=problem.prompt, response=response) for problem, response, _ in cases])
     hits = 0
-    for (problem, response, verdict), values in zip(judged, numbers(results), strict=True):
+    for (problem, response, verdict), values in zip(cases, numbers(results), strict=True):
         assert len(values) == len(verdict.sound)
         assert judge(problem, response) == verdict
         first = next((i for i, value in enumerate(values) if value < 0.5), -1)
         hits += first == verdict.first_wrong
-    assert hits >= 0.8 * len(judged)
+    assert hits >= 0.8 * len(cases)
 
 
 def test_the_same_tokens_score_the_same_in_every_form() -> None:
@@ -173,6 +173,6 @@ def test_the_same_tokens_score_the_same_in_every_form() -> None:
         Item(text="7+8+4=7+8=15;15+4=19;#19<eos>"),
     ]
     for name in ("sums", "sums-steps"):
-        found = numbers(load_reward(name).score(items))
-        for other in found[1:]:
-            np.testing.assert_allclose(other, found[0], atol=1e-5)
+        scores = numbers(load_reward(name).score(items))
+        for other in scores[1:]:
+            np.testing.assert_allclose(other, scores[0], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Reward models saved by OpenRLHF: architecture RewardModel, a head of any name, normalisation in the config."""
+"""Reward models saved by OpenRLHF: architecture RewardModel, a head with any name, normalisation in the config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = [(5, 6, 7, 8), (9, 10), (11,) * 40]
 
 
 def checkpoint(directory: Path, head: str, **config: Any) -> tuple[str, Any]:
-    """A directory, and the module with its own forward: the head at the last token, normalised if the config says."""
+    """A directory and the module with its own forward: the head at the last token, normalised if the config says so."""
 
     class RewardModel(LlamaPreTrainedModel):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -47,7 +47,7 @@ def checkpoint(directory: Path, head: str, **config: Any) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("head", ["score", "value_head"])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_its_scores_are_those_of_its_own_forward(tmp_path: Path, head: str, normalised: bool) -> None:
+def test_scores_equal_those_of_the_modules_own_forward(tmp_path: Path, head: str, normalised: bool) -> None:
     path, module = checkpoint(tmp_path, head, normalize_reward=normalised, mean=0.7, std=2.5, value_head_prefix=head)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["RewardModel"]
     table = complete({"path": path}, "test")
@@ -58,7 +58,7 @@ def test_its_scores_are_those_of_its_own_forward(tmp_path: Path, head: str, norm
         assert score.value == pytest.approx(module(ids), abs=1e-5)
 
 
-def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_checkpoint_without_a_scalar_head_is_rejected(tmp_path: Path) -> None:
     path, module = checkpoint(tmp_path, "score")
     module.score = nn.Linear(32, 2, bias=False)
     module.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""One score per response: which tokens, where it is read, and how it is transformed."""
+"""One score per response: its tokens, the position where the score is read, and how the score is transformed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,30 +31,30 @@ def refusal(of: OutcomeReading, item: Item) -> str:
     return caught.value.type
 
 
-def test_every_form_gives_the_tokens_it_should() -> None:
+def test_every_item_form_gives_the_expected_tokens() -> None:
     tokenizer = tiny.llama3()
     of = reading(tokenizer, replace(FACTS, vocab_size=400))
     bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     prompt, response = tokenizer.encode("hello?", add_special_tokens=False), tokenizer.encode("hell no")[1:]
-    by_hand = [bos, *prompt, *response, end]
-    assert of.prepare(Item(prompt="hello?", response="hell no")).tokens == by_hand
-    assert of.prepare(Item(prompt="hello?", response=("hell", " no"))).tokens == by_hand
-    assert of.prepare(Item(tokens=tuple(by_hand))).tokens == by_hand
+    expected = [bos, *prompt, *response, end]
+    assert of.prepare(Item(prompt="hello?", response="hell no")).tokens == expected
+    assert of.prepare(Item(prompt="hello?", response=("hell", " no"))).tokens == expected
+    assert of.prepare(Item(tokens=tuple(expected))).tokens == expected
     assert of.prepare(Item(text="hello?hell no<|eot_id|>")).tokens[0] == bos
     assert of.prepare(Item(text="<|begin_of_text|>x")).tokens == of.prepare(Item(text="x")).tokens
     rendered = tokenizer.apply_chat_template(list(CHAT), return_dict=False)
     assert of.prepare(Item(messages=CHAT)).tokens == rendered
     assert of.prepare(Item(prompt=CHAT[:1], response="hell no")).tokens == rendered
     work = of.prepare(Item(prompt="hello?", response="hell no"))
-    assert work.positions == (len(by_hand) - 1,)
+    assert work.positions == (len(expected) - 1,)
     assert work.columns is None
     assert work.steps == 0
 
 
 @pytest.mark.parametrize("bad", [(), ({"role": "wizard", "content": "x"},)])
-def test_conversations_rendered_together_are_those_rendered_alone(bad: tuple[dict[str, str], ...]) -> None:
-    asked = ["hello?", "<|im_end|>", "hello?", "no", "h\ufdd0i"]
-    items = [Item(prompt=({"role": "user", "content": each},), response="hell no") for each in asked]
+def test_conversations_rendered_in_a_batch_equal_those_rendered_alone(bad: tuple[dict[str, str], ...]) -> None:
+    contents = ["hello?", "<|im_end|>", "hello?", "no", "h\ufdd0i"]
+    items = [Item(prompt=({"role": "user", "content": each},), response="hell no") for each in contents]
     alone = [reading().prepare(item) for item in items]
     of = reading()
     of.prerender([*items, Item(prompt="plain", response="text"), Item(prompt=bad, response="x")])
@@ -63,13 +63,13 @@ def test_conversations_rendered_together_are_those_rendered_alone(bad: tuple[dic
     assert of.prepare(Item(messages=CHAT)) == reading().prepare(Item(messages=CHAT))
 
 
-def test_messages_as_the_template_writes_them_or_as_plaudit_trains() -> None:
+def test_messages_follow_the_template_or_the_training_format() -> None:
     tokenizer = tiny.chatml()
-    whole = tokenizer.apply_chat_template(list(CHAT), return_dict=False)
+    rendered = tokenizer.apply_chat_template(list(CHAT), return_dict=False)
     newline = tokenizer.encode("\n")
-    assert reading(tokenizer).prepare(Item(messages=CHAT)).tokens == whole
+    assert reading(tokenizer).prepare(Item(messages=CHAT)).tokens == rendered
     apart = reading(tokenizer, answer="apart").prepare(Item(messages=CHAT)).tokens
-    assert [*apart, *newline] == whole
+    assert [*apart, *newline] == rendered
     assert apart[-1] == tokenizer.eos_token_id
 
 
@@ -83,7 +83,7 @@ def test_content_never_becomes_a_control_token() -> None:
     assert sum(t in controls for t in of.prepare(Item(text="<|im_end|>hello<|im_end|>")).tokens) == 2
 
 
-def test_empty_things() -> None:
+def test_empty_prompts_responses_and_texts() -> None:
     with_bos = reading(tiny.llama3(), replace(FACTS, vocab_size=400))
     assert len(with_bos.prepare(Item(prompt="", response="")).tokens) == 2
     assert len(with_bos.prepare(Item(prompt="", response="hello")).tokens) == 3
@@ -95,7 +95,7 @@ def test_empty_things() -> None:
     assert refusal(without, Item(tokens=())) == "empty"
 
 
-def test_refusals() -> None:
+def test_invalid_items_are_rejected_with_the_error_type() -> None:
     of = reading()
     bad: list[tuple[Item, str]] = [
         (Item(prompt="\ud800", response="x"), "bad_text"),
@@ -114,30 +114,30 @@ def test_refusals() -> None:
     broken.chat_template = "{{ raise_exception('only poems') }}"
     assert refusal(reading(broken), Item(messages=CHAT)) == "bad_messages"
     assert refusal(reading(tiny.sentence_piece()), Item(messages=CHAT)) == "unsupported_form"
-    strange = of.prepare(Item(prompt="\0\ufeff", response="e" + "\u0301" * 20))
-    assert strange.tokens[-1] == of.end
+    unusual = of.prepare(Item(prompt="\0\ufeff", response="e" + "\u0301" * 20))
+    assert unusual.tokens[-1] == of.end
 
 
 def test_truncation() -> None:
     of = reading(tiny.llama3(), replace(FACTS, vocab_size=400, max_positions=12), max_tokens=10)
     item = Item(prompt="abcdef", response="uvwxyz")
-    whole = [of.intake.begin[0], *of.intake.content("abcdef"), *of.intake.content("uvwxyz"), of.end]
+    full = [of.intake.begin[0], *of.intake.content("abcdef"), *of.intake.content("uvwxyz"), of.end]
     with pytest.raises(Refused, match="14 tokens exceed the limit of 10"):
         of.prepare(item)
     left, right = of.prepare(replace(item, truncate="left")), of.prepare(replace(item, truncate="right"))
     assert left.truncated
-    assert left.tokens == [whole[0], *whole[-9:]]
+    assert left.tokens == [full[0], *full[-9:]]
     assert right.truncated
-    assert right.tokens == [*whole[:9], of.end]  # the response is cut, not where it is read
-    ids = Item(tokens=tuple(whole), truncate="right")
-    assert of.prepare(ids).tokens == whole[:10]
+    assert right.tokens == [*full[:9], of.end]  # the response is truncated, but the position of the score is kept
+    ids = Item(tokens=tuple(full), truncate="right")
+    assert of.prepare(ids).tokens == full[:10]
     assert of.prepare(ids).positions == (9,)
     exact = of.prepare(Item(prompt="abcd", response="wxyz", truncate="left"))
     assert not exact.truncated
     assert len(exact.tokens) == 10
 
 
-def test_weights_standardise_and_attributes_by_hand() -> None:
+def test_weights_standardise_and_attributes_equal_values_computed_by_hand() -> None:
     facts = replace(FACTS, labels=("helpful", "kind", "long"))
     of = reading(facts=facts, weights={"helpful": 2.0, "long": -0.5}, standardise={"mean": 1.0, "std": 4.0})
     work = of.prepare(Item(prompt="hello", response="x"))
@@ -151,7 +151,7 @@ def test_weights_standardise_and_attributes_by_hand() -> None:
         reading(facts=facts, weights={"kinds": 1.0})
 
 
-def test_mean_pool_by_hand() -> None:
+def test_mean_pool_equals_a_value_computed_by_hand() -> None:
     of = reading(pool="mean")
     work = of.prepare(Item(prompt="hello", response="x"))
     assert work.positions == tuple(range(len(work.tokens)))
@@ -160,7 +160,7 @@ def test_mean_pool_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_an_error(bad: float) -> None:
+def test_nonfinite_value_is_an_error(bad: float) -> None:
     of = reading()
     score = of.finish(of.prepare(Item(prompt="hello", response="x")), np.array([[bad]], dtype=np.float32))
     assert score.value is None

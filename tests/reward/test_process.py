@@ -1,4 +1,4 @@
-"""Steps and their scores: one value per step, whatever the step contains."""
+"""Steps and their scores: one value per step, whatever a step contains."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ def refusal(of: ProcessReading, item: Item) -> str:
 
 
 @ALL
-def test_one_position_for_each_of_a_thousand_steps(name: str) -> None:
+def test_each_of_a_thousand_steps_has_one_position(name: str) -> None:
     of = READINGS[name]()
     of.intake.limit = 1 << 20
     for count in (1, 2, 1000):
@@ -60,8 +60,8 @@ def test_one_position_for_each_of_a_thousand_steps(name: str) -> None:
 
 
 @ALL
-def test_a_longer_response_begins_as_the_shorter_one_did(name: str) -> None:
-    """A search scores step after step: what was computed for the first steps must still hold."""
+def test_tokens_of_a_shorter_response_are_a_prefix_of_the_longer_ones(name: str) -> None:
+    """A search scores step after step: what was computed for earlier steps must stay valid."""
     of = READINGS[name]()
     steps = tuple(f"{step}{of.format.split if of.format.keep else ''}" for step in STEPS)
     works = [of.prepare(Item(prompt=QUESTION, response=steps[: i + 1])) for i in range(3)]
@@ -95,20 +95,20 @@ def test_content_cannot_add_a_step_or_a_control_token(name: str, content: str) -
 
 
 @pytest.mark.parametrize("name", ["math-shepherd", "llemma"])
-def test_a_text_tag_in_content_is_refused(name: str) -> None:
+def test_text_tag_in_content_is_rejected(name: str) -> None:
     of = READINGS[name]()
     assert refusal(of, Item(prompt=QUESTION, response=("one ки two", "three"))) == "bad_text"
     assert refusal(of, Item(prompt="what is ки?", response=STEPS)) == "bad_text"
 
 
-def test_a_tag_token_that_is_not_marked_special_is_refused_in_content() -> None:
+def test_tag_token_not_marked_special_is_rejected_in_content() -> None:
     of = reading("qwen2.5-math-prm", tiny.qwen(special=False))
     assert of.prepare(Item(prompt=QUESTION, response=STEPS)).steps == 3
     assert refusal(of, Item(prompt=QUESTION, response=("one <extra_0> two",))) == "bad_text"
     assert refusal(of, Item(prompt="<extra_0>", response=STEPS)) == "bad_text"
 
 
-def test_a_tag_with_nothing_before_it_and_one_that_cannot_be_joined() -> None:
+def test_leading_tag_and_joined_control_token_are_rejected() -> None:
     form = {"chat": "never", "tag": "+", "read": "before", "end": False}
     of = reading(form, tiny.chatml())
     tag = of.tag[-1]
@@ -119,7 +119,7 @@ def test_a_tag_with_nothing_before_it_and_one_that_cannot_be_joined() -> None:
 
 
 @ALL
-def test_refusals(name: str) -> None:
+def test_invalid_items_are_rejected_with_the_error_type(name: str) -> None:
     of = READINGS[name]()
     bad: list[tuple[Item, str]] = [
         (Item(prompt=QUESTION, response=""), "no_steps"),
@@ -141,7 +141,7 @@ def test_refusals(name: str) -> None:
         assert refusal(of, item) == expected, item
 
 
-def test_conversations_go_through_the_template_or_are_refused() -> None:
+def test_conversations_use_the_chat_template_or_are_rejected() -> None:
     two = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
     plain = READINGS["plain"]()
     work = plain.prepare(Item(messages=(*two, {"role": "assistant", "content": "one\n\ntwo"})))
@@ -157,7 +157,7 @@ def test_conversations_go_through_the_template_or_are_refused() -> None:
     assert refusal(bare, Item(prompt=({"role": "user", "content": "a"},), response="x")) == "unsupported_form"
 
 
-def test_truncation_never_loses_a_step() -> None:
+def test_truncation_keeps_every_step_or_is_rejected() -> None:
     of = reading({"split": ";"}, tiny.sentence_piece(), max_tokens=20)
     begin, end = of.tokenizer.bos_token_id, of.tokenizer.eos_token_id
     assert not of.prepare(Item(prompt="y" * 9, response="a;b;c")).truncated  # 20 tokens
@@ -165,20 +165,20 @@ def test_truncation_never_loses_a_step() -> None:
     long = Item(prompt="x" * 20 + "y" * 10, response="a;b;c")
     with pytest.raises(Refused, match=r"41 tokens exceed the limit of 20"):
         of.prepare(long)
-    cut = of.prepare(replace(long, truncate="left"))
+    truncated = of.prepare(replace(long, truncate="left"))
     of.intake.limit = 1000
-    whole = of.prepare(long)
+    full = of.prepare(long)
     of.intake.limit = 20
-    assert cut.truncated
-    assert cut.tokens == [begin, *whole.tokens[-19:]]
-    assert [cut.tokens[p] for p in cut.positions] == [whole.tokens[p] for p in whole.positions]
-    assert cut.tokens[cut.positions[-1]] == end
+    assert truncated.truncated
+    assert truncated.tokens == [begin, *full.tokens[-19:]]
+    assert [truncated.tokens[p] for p in truncated.positions] == [full.tokens[p] for p in full.positions]
+    assert truncated.tokens[truncated.positions[-1]] == end
     assert refusal(of, replace(long, truncate="right")) == "too_long"  # would lose the last step
     too_many = Item(prompt="y", response=";".join("abcdefghijkl"), truncate="left")
     assert refusal(of, too_many) == "too_long"
 
 
-def test_values_that_are_not_finite_are_errors() -> None:
+def test_nonfinite_values_are_errors() -> None:
     of = READINGS["plain"]()
     work = of.prepare(Item(prompt=QUESTION, response=STEPS))
     for bad in (np.nan, np.inf, -np.inf):
@@ -192,7 +192,7 @@ def test_values_that_are_not_finite_are_errors() -> None:
     assert extreme.values == (0.0, 1.0, 0.5)
 
 
-def test_where_steps_end() -> None:
+def test_step_spans_end_at_separators() -> None:
     def split(text: str, by: str) -> list[str]:
         return [text[a:b] for a, b in step_spans(text, by)]
 
@@ -205,7 +205,7 @@ def test_where_steps_end() -> None:
     assert split("", ";") == []
 
 
-def test_many_threads_prepare_the_same(tmp_path: Any) -> None:
+def test_preparation_is_the_same_in_many_threads(tmp_path: Any) -> None:
     of = READINGS["qwen2.5-math-prm"]()
     items = [Item(prompt=f"{QUESTION} {i % 5}", response=STEPS) for i in range(200)]
     alone = [of.prepare(item) for item in items]

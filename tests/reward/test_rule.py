@@ -1,4 +1,4 @@
-"""Rules: their scores, and that a misbehaving rule fails only its own item."""
+"""Rules: their scores, and that a failing rule fails only its own item."""
 
 import os
 import subprocess
@@ -88,9 +88,9 @@ def test_regex() -> None:
         assert reward.version.startswith("0-")
 
 
-def test_a_pathological_regex_is_stopped() -> None:
+def test_pathological_regex_times_out() -> None:
     with rule(rule="regex", pattern="(a+)+$", timeout=4.0) as reward:
-        # It would take years.
+        # Without the timeout this would take years.
         assert scored(reward, "aaa", "a" * 60 + "b", "b") == [1.0, "timeout", 0.0]
 
 
@@ -108,18 +108,18 @@ def test_mathematics() -> None:
         assert scored(reward, *answers, truth=r"\frac{1}{2}") == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
         assert scored(reward, r"\boxed{x^2+2x+1}", truth="$(x+1)^2$") == [1.0]
         assert scored(reward, "1", truth="no mathematics at all") == ["rule_failed"]
-        # would keep any program busy: the limit is ours, math-verify's own are off
+        # this would run forever: only our timeout stops it, math-verify's own limits are off
         assert scored(reward, r"$9^{9^{9^{9^{9}}}}$", "0.5", truth="0.5")[1] == 1.0
 
 
-def test_a_function_of_a_file(functions: Path) -> None:
+def test_function_from_a_file(functions: Path) -> None:
     with rule(rule="function", function=f"{functions}:length") as reward:
         assert scored(reward, "", "abc") == [0.0, 3.0]
         joined = reward.score([Item(prompt="q", response=("ab", "c"))])
         assert joined[0] == Score(3.0, version=reward.version)
 
 
-def test_a_function_sees_messages_and_truth(functions: Path) -> None:
+def test_function_gets_messages_and_truth(functions: Path) -> None:
     messages = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "ab"})
     with rule(rule="function", function=f"{functions}:seen") as reward:
         items = [
@@ -131,25 +131,25 @@ def test_a_function_sees_messages_and_truth(functions: Path) -> None:
             Item(messages=messages[:1]),
             Item(prompt="q", response=("a", 1)),  # type: ignore[arg-type]
         ]
-        found = [r.error.type if r.error else r.value for r in reward.score(items)]  # type: ignore[union-attr]
-        assert found == [1.0, 1.0, "bad_truth", *["unsupported_form"] * 2, "bad_messages", "bad_steps"]
+        scores = [r.error.type if r.error else r.value for r in reward.score(items)]  # type: ignore[union-attr]
+        assert scores == [1.0, 1.0, "bad_truth", *["unsupported_form"] * 2, "bad_messages", "bad_steps"]
 
 
-def test_a_function_of_a_module(functions: Path) -> None:
+def test_function_from_a_module(functions: Path) -> None:
     code = (
         "from plaudit.config.reward import parse_reward; from plaudit.reward import RuleReward\n"
         "from plaudit.records import Item\n"
         "r = RuleReward(parse_reward({'kind': 'rule', 'rule': 'function', 'function': 'my_rules:length'}, ''))\n"
         "print(r.score([Item(prompt='', response='four')])[0].value); r.close()"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=functions.parent, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "4.0\n", done.stderr
+    assert result.stdout == "4.0\n", result.stderr
 
 
-def test_every_misfortune_costs_only_its_item(functions: Path) -> None:
-    asked = {
+def test_failing_function_costs_only_its_own_item(functions: Path) -> None:
+    expected = {
         "loop": "timeout", "sleep": "timeout", "child": "timeout", "raise": "rule_failed", "exit": "rule_failed",
         "die": "rule_failed", "deep": "rule_failed", "memory": "rule_failed", "nan": "nonfinite_score",
         "inf": "nonfinite_score", "none": "rule_failed", "text": "rule_failed", "list": "rule_failed",
@@ -157,15 +157,15 @@ def test_every_misfortune_costs_only_its_item(functions: Path) -> None:
     }  # fmt: skip
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with rule(rule="function", function=f"{functions}:odd", timeout=4.0, processes=2) as reward:
-        order = [response for name in asked for response in (name, "fine")]
-        found = scored(reward, *order)
-        assert found[1::2] == [0.25] * len(asked)
-        assert dict(zip(asked, found[::2], strict=True)) == asked
+        order = [response for name in expected for response in (name, "fine")]
+        scores = scored(reward, *order)
+        assert scores[1::2] == [0.25] * len(expected)
+        assert dict(zip(expected, scores[::2], strict=True)) == expected
         (failed,) = reward.score([Item(prompt="", response="raise")])
         assert failed.error is not None
         assert failed.error.message == "ValueError: cannot open file.txt or so"
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not left
+    leftover = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not leftover
 
 
 def test_many_threads_share_the_processes(functions: Path) -> None:
@@ -175,7 +175,7 @@ def test_many_threads_share_the_processes(functions: Path) -> None:
         assert counts == [[float(i) for i in range(n)] for n in range(20)]
 
 
-def test_a_close_ends_those_who_wait(functions: Path) -> None:
+def test_close_fails_pending_items(functions: Path) -> None:
     with rule(rule="function", function=f"{functions}:odd", timeout=60.0) as reward:
         threading.Timer(0.3, reward.close).start()
         assert scored(reward, "sleep", "fine", "fine") == ["rule_failed"] * 3
@@ -188,7 +188,7 @@ def test_a_close_ends_those_who_wait(functions: Path) -> None:
         ("not_a_function", "is not callable"),
     ],
 )
-def test_a_function_that_is_not_there_is_told_at_once(functions: Path, name: str, message: str) -> None:
+def test_missing_function_is_rejected_when_the_rule_is_created(functions: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message), rule(rule="function", function=f"{functions}:{name}"):
         pass
     with pytest.raises(ConfigError, match="does not exist"), rule(rule="function", function=f"no/such/file.py:{name}"):
@@ -197,7 +197,7 @@ def test_a_function_that_is_not_there_is_told_at_once(functions: Path, name: str
         pass
 
 
-def test_the_version_follows_the_function(tmp_path: Path) -> None:
+def test_version_changes_with_the_functions_source(tmp_path: Path) -> None:
     file = tmp_path / "f.py"
     versions = []
     for text in ("def f(p, r, t): return 1", "def f(p, r, t): return 2"):

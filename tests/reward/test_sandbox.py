@@ -1,4 +1,4 @@
-"""Attempts to escape the sandbox of a rule, each by code that runs in it; the rule describes the mechanism."""
+"""Attempts to escape the sandbox of a rule, each by code that runs inside it; the rule names its mechanism."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_open(fd):
 """
 SECRET = "what nobody may read"
 LIBC = "ctypes.CDLL(None, use_errno=True)"
-FAILED = f"(lambda result: result if result >= 0 else 1 // 0)({LIBC}.%s)"  # a call of C that must not succeed
+FAILED = f"(lambda result: result if result >= 0 else 1 // 0)({LIBC}.%s)"  # a libc call that must not succeed
 ATTEMPTS = {
     "read a file": "len(open('{secret}').read())",
     "read the accounts": "len(open('/etc/passwd').read())",
@@ -123,7 +123,7 @@ def prison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prison]:
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)
-def test_nothing_gets_out(prison: Prison, name: str) -> None:
+def test_escape_attempt_fails_and_has_no_effect(prison: Prison, name: str) -> None:
     children = len(psutil.Process().children(recursive=True))
     before = prison.secret.stat()
     result = prison.run(prison.fill(ATTEMPTS[name]))
@@ -134,17 +134,17 @@ def test_nothing_gets_out(prison: Prison, name: str) -> None:
     assert (prison.secret.read_text(), after.st_mode, after.st_nlink) == (SECRET, before.st_mode, 1)
     with pytest.raises(BlockingIOError):
         prison.listener.accept()
-    assert len(psutil.Process().children(recursive=True)) <= children + 1  # a child in place of the last one
+    assert len(psutil.Process().children(recursive=True)) <= children + 1  # one child replaces the last one
     assert prison.run("1 + 1") == 2.0, f"{prison.rule.mechanism} does not let the rule go on"
 
 
-def test_the_mechanism_is_named_and_late_imports_work(prison: Prison) -> None:
+def test_mechanism_is_named_and_late_imports_work(prison: Prison) -> None:
     assert prison.rule.mechanism in ("seccomp and Landlock", "seccomp, without file access")
     if "Landlock" in prison.rule.mechanism:
         assert prison.run("len(__import__('xml.dom.minidom').__name__)") == 3.0
 
 
-def test_a_function_of_ones_own_is_not_in_it(prison: Prison) -> None:
+def test_users_own_function_runs_without_the_sandbox(prison: Prison) -> None:
     rule = RuleReward(RuleTable(rule="function", function=f"{prison.secret.parent / 'runs.py'}:run"))
     try:
         (score,) = rule.score([Item(prompt="", response=prison.fill(ATTEMPTS["read a file"]))])
@@ -155,7 +155,7 @@ def test_a_function_of_ones_own_is_not_in_it(prison: Prison) -> None:
     assert score.value == len(SECRET)
 
 
-# What a kernel lacks, by a filter of ours that refuses the call. argv: its number, its first argument or -1
+# Simulates a kernel without a system call: a filter rejects it. argv: its number, its first argument or -1, the rule
 WITHOUT = """
 import ctypes, struct, sys
 from plaudit.process import sandbox as s
@@ -187,31 +187,31 @@ else:
 
 def without(number: int, first: int, rule: str) -> str:
     arguments = [sys.executable, "-c", WITHOUT, str(number), str(first), rule]
-    ran = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def test_without_landlock_no_file_is_opened(prison: Prison) -> None:
-    said = without(444, -1, f"{prison.secret.parent / 'runs.py'}:run")
-    assert said.startswith("seccomp, without file access [2.0, ")
-    assert said.count("Permission denied") == 2
+    output = without(444, -1, f"{prison.secret.parent / 'runs.py'}:run")
+    assert output.startswith("seccomp, without file access [2.0, ")
+    assert output.count("Permission denied") == 2
 
 
-def test_without_seccomp_the_rule_is_refused(prison: Prison) -> None:
+def test_without_seccomp_an_exposed_function_is_rejected(prison: Prison) -> None:
     prctl = {"x86_64": 157, "aarch64": 167}[platform.machine()]
-    said = without(prctl, 22, f"{prison.secret.parent / 'runs.py'}:run")
-    assert "cannot start: this machine has no sandbox (seccomp: Invalid argument); sandbox = false" in said
+    output = without(prctl, 22, f"{prison.secret.parent / 'runs.py'}:run")
+    assert "cannot start: this machine has no sandbox (seccomp: Invalid argument); sandbox = false" in output
     assert without(prctl, 22, "exact") == "[1.0, 0.0, 0.0]", "what compares texts runs, where nobody else is served"
 
 
-def test_a_gym_on_a_server_says_whose_items_it_scores() -> None:
+def test_gym_rule_on_a_server_needs_tasks() -> None:
     with pytest.raises(ConfigError, match=r'rule = "gym" on a server needs tasks = '):
         RuleReward(RuleTable(rule="gym"), exposed=True)
 
 
 @pytest.mark.slow
-def test_a_keeper_whose_parent_has_gone_ends(prison: Prison) -> None:
+def test_sandbox_processes_exit_when_the_parent_is_killed(prison: Prison) -> None:
     script = (
         "import sys, threading, time\nfrom plaudit.config.reward import RuleTable\nfrom plaudit.records import Item\n"
         "from plaudit.reward.rules.rule import RuleReward\n"
@@ -224,15 +224,15 @@ def test_a_keeper_whose_parent_has_gone_ends(prison: Prison) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "asked\n"
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while len(family := psutil.Process(process.pid).children(recursive=True)) < 2:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert len(family) == 2
     process.kill()
     process.wait()
     process.stdout.close()
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)

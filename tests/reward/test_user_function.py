@@ -82,7 +82,7 @@ def rule(functions: Path, name: str, **keys: Any) -> Iterator[RuleReward]:
         reward.close()
 
 
-def found(reward: RuleReward, items: list[Item]) -> list[Any]:
+def scores_of(reward: RuleReward, items: list[Item]) -> list[Any]:
     return [r.error.type if r.error else r.value for r in reward.score(items)]  # type: ignore[union-attr]
 
 
@@ -90,38 +90,38 @@ def item(response: str, group: int | None = None, /, truth: Any = "4", **columns
     return Item(prompt="2+2=", response=response, truth=truth, columns=columns, group=group)
 
 
-def test_columns_of_the_row_come_by_name(functions: Path) -> None:
+def test_columns_of_the_row_are_passed_by_name(functions: Path) -> None:
     with rule(functions, "by_name") as reward:
         items = [item("ab", level=3), item("", level=1, scale=2.0, other=object()), item("", other=1, more=2)]
-        assert found(reward, items) == [32.0, 2.0, "no_column"]
-        (told,) = reward.score(items[2:])
-        assert told.error is not None
+        assert scores_of(reward, items) == [32.0, 2.0, "no_column"]
+        (result,) = reward.score(items[2:])
+        assert result.error is not None
         missing = "the rule reads the column 'level', which is missing"
-        assert told.error.message == f"{missing}; the row's columns are: more, other"
-        assert found(reward, [item("", level=object())]) == ["bad_column"]
+        assert result.error.message == f"{missing}; the row's columns are: more, other"
+        assert scores_of(reward, [item("", level=object())]) == ["bad_column"]
     with rule(functions, "scorer") as reward:
-        assert found(reward, [item("", level=7)]) == [7.0]
+        assert scores_of(reward, [item("", level=7)]) == [7.0]
 
 
-def test_the_whole_row(functions: Path) -> None:
+def test_row_and_remaining_columns_are_passed(functions: Path) -> None:
     with rule(functions, "whole_row") as reward:
-        assert found(reward, [item("x", level=3, answer="4", response="a column")]) == [33.0]
-    with rule(functions, "rest") as reward:  # a column with the name of an argument is not given twice
-        assert found(reward, [item("x", level=3, bonus=0.5, answer="4", response="a column")]) == [303.5]
-        assert found(reward, [item("x", level=3, day=object())]) == ["bad_column"]
+        assert scores_of(reward, [item("x", level=3, answer="4", response="a column")]) == [33.0]
+    with rule(functions, "rest") as reward:  # a column with the name of an argument is not passed twice
+        assert scores_of(reward, [item("x", level=3, bonus=0.5, answer="4", response="a column")]) == [303.5]
+        assert scores_of(reward, [item("x", level=3, day=object())]) == ["bad_column"]
 
 
-def test_a_function_of_a_group_sees_it_whole(functions: Path) -> None:
+def test_group_function_gets_all_responses_of_its_group(functions: Path) -> None:
     items = [item(each, 0, level=1) for each in ("a", "abc", "ab")] + [item(each, 1) for each in ("a", "a")]
     alone = [item("a"), item("abc")]
     for processes in (1, 3):
         with rule(functions, "ranked", processes=processes, sandbox=True) as reward:
             assert reward.batched
-            assert found(reward, items + alone) == [10.0, 11.0, 10.0, 1.0, 1.0, 1.0, 1.0]
+            assert scores_of(reward, items + alone) == [10.0, 11.0, 10.0, 1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.slow
-def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
+def test_failed_group_does_not_affect_other_groups(functions: Path) -> None:
     groups = [
         ("fine", "ab"),
         ("short", "x"),
@@ -135,7 +135,7 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
     items.insert(1, Item(text="no prompt", group=0))
     expected: list[Any] = [1.0, "unsupported_form", 0.0, *["rule_failed"] * 5, 1.0, "nonfinite_score", "rule_failed"]
     with rule(functions, "ranked", timeout=4.0) as reward:
-        assert found(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
+        assert scores_of(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
         (short, _) = reward.score([item("short", 0), item("x", 0)])
         assert short.error is not None
         expected = "expected a list of 2 numbers, one for each response"
@@ -145,18 +145,18 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
 def test_functions_written_for_trl(functions: Path) -> None:
     with rule(functions, "trl") as reward:
         items = [item(each, 0, level=0.5, answer="4") for each in ("4", "5")]
-        assert found(reward, items) == [2.5, 0.5]
+        assert scores_of(reward, items) == [2.5, 0.5]
         chat = ({"role": "user", "content": "2+2="},)
-        assert found(reward, [Item(prompt=chat, response="4", columns={"level": 1, "answer": "4"})]) == [3.0]
-        assert found(reward, [item("4", level=1)]) == ["no_column"]
+        assert scores_of(reward, [Item(prompt=chat, response="4", columns={"level": 1, "answer": "4"})]) == [3.0]
+        assert scores_of(reward, [item("4", level=1)]) == ["no_column"]
     with rule(functions, "trl_few") as reward:
-        assert found(reward, [item("4", 0), item("5", 0)]) == [1.0, 0.0]
+        assert scores_of(reward, [item("4", 0), item("5", 0)]) == [1.0, 0.0]
 
 
 def test_functions_written_for_verl(functions: Path) -> None:
     with rule(functions, "compute_score") as reward:
         own = item("4", data_source="gsm8k", extra_info={"level": 1})
-        assert found(reward, [own, item("4", level=2), item("5", extra_info={"level": 3})]) == [1.1, 1.2, 0.3]
+        assert scores_of(reward, [own, item("4", level=2), item("5", extra_info={"level": 3})]) == [1.1, 1.2, 0.3]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_functions_written_for_verl(functions: Path) -> None:
         ("of_a_trainer", "of_a_trainer needs trainer_state, which only TRL provides; give it a default"),
     ],
 )
-def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, why: str) -> None:
+def test_unsupported_signature_is_rejected_in_one_line(functions: Path, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refusal, rule(functions, name):
         pass
     assert "\n" not in str(refusal.value)
@@ -177,7 +177,7 @@ def test_an_unfit_signature_is_refused_in_one_line(functions: Path, name: str, w
 @pytest.mark.parametrize(
     ("name", "what"), [("ranked", "all responses to a prompt"), ("by_name", "the columns level"), ("trl", "all resp")]
 )
-def test_a_server_has_neither_columns_nor_groups(functions: Path, name: str, what: str) -> None:
+def test_function_of_columns_or_groups_is_rejected_on_a_server(functions: Path, name: str, what: str) -> None:
     table = RuleTable(rule="function", function=f"{functions}:{name}", sandbox=False)
     with pytest.raises(
         ConfigError, match=f"reads {what}.*which a server does not receive; set it in the recipe of the run itself"
@@ -185,8 +185,8 @@ def test_a_server_has_neither_columns_nor_groups(functions: Path, name: str, wha
         RuleReward(table, exposed=True)
 
 
-def test_shares_keep_groups_whole() -> None:
-    assert cuts([1, 1, 2, 2, 3, 3, 4, 4], 2) == [0, 4, 8]  # as equal as without groups where they allow it
+def test_work_is_divided_without_splitting_groups() -> None:
+    assert cuts([1, 1, 2, 2, 3, 3, 4, 4], 2) == [0, 4, 8]  # as even as without groups where the groups allow it
     assert cuts([1, 1, 1, 2, 2, 2, 3, 3, 3], 2) == [0, 6, 9]
     assert cuts([1, 1, 1, 1], 3) == [0, 4, 4, 4]
     assert cuts([], 2) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers in the shapes that published reward models have, saved as a stranger would."""
+"""Tiny random models and tokenizers in the shapes of published reward models, saved by transformers alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLASSES: dict[str, Any] = {
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Mistral have it: a space before the text, spaces as ▁, bytes for what is not in the vocabulary."""
+    """As in Llama 2 and Mistral: a space before the text, spaces as ▁, bytes for text outside the vocabulary."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [chr(code) for code in range(33, 127)] + ["к", "и", "▁к", "▁ки", "▁+", "▁-", "St", "ep", "Step", "▁Step"]
     merges = [("▁", "к"), ("▁к", "и"), ("▁", "+"), ("▁", "-"), ("S", "t"), ("e", "p"), ("St", "ep"), ("▁", "Step")]
@@ -103,7 +103,7 @@ def write(directory: Path, module: Any, tokenizer: PreTrainedTokenizerFast) -> s
 
 
 def rotate(directory: Path, theta: float) -> None:
-    """The same weights with positions turned by other angles."""
+    """Change the rotary frequencies (rope_theta) and keep the weights."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     config["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"}
@@ -112,7 +112,7 @@ def rotate(directory: Path, theta: float) -> None:
 
 @torch.inference_mode()
 def plain(module: Any, ids: Sequence[int]) -> np.ndarray:
-    """Every token's logits, by transformers alone."""
+    """The logits of every token, computed by transformers alone."""
     out = module(input_ids=torch.tensor([list(ids)]))
     logits = out if isinstance(out, torch.Tensor) else out.logits
     return logits[0].double().numpy()
@@ -120,14 +120,14 @@ def plain(module: Any, ids: Sequence[int]) -> np.ndarray:
 
 @torch.inference_mode()
 def plain_class(module: Any, ids: Sequence[int]) -> np.ndarray:
-    """A sequence classifier's head at every token, by transformers alone."""
+    """A sequence classifier's head at every token, computed by transformers alone."""
     hidden = module.model(input_ids=torch.tensor([list(ids)])).last_hidden_state
     return module.score(hidden)[0].double().numpy()
 
 
 def softmax(rows: np.ndarray) -> np.ndarray:
-    raised = np.exp(rows - rows.max(axis=-1, keepdims=True))
-    return raised / raised.sum(axis=-1, keepdims=True)
+    exponentials = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
 def sigmoid(values: np.ndarray) -> np.ndarray:

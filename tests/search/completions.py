@@ -1,4 +1,4 @@
-"""A small server of completions, as vLLM and SGLang answer, with our engine behind it."""
+"""A small completion server with the APIs of vLLM and SGLang and our engine behind it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from plaudit.core import Engine, SamplingParams
 
 
 class CompletionServer:
-    """token_ids   whether it says which tokens it drew
-    fail_after  requests after which it answers 503 to all
-    longest     prompt that it takes, in tokens
+    """token_ids   whether it returns the ids of the sampled tokens
+    fail_after  number of requests after which it answers 503 to all
+    longest     longest prompt that it accepts, in tokens
     """
 
     def __init__(
@@ -84,10 +84,15 @@ class CompletionServer:
         )
         choices = []
         for i, sample in enumerate(samples):
-            told = {"tokens": [str(t) for t in sample.token_ids], "token_logprobs": list(sample.raw_logprobs)}
-            choice = {"index": i, "text": self._text(sample), "finish_reason": sample.finish_reason, "logprobs": told}
+            logprobs = {"tokens": [str(t) for t in sample.token_ids], "token_logprobs": list(sample.raw_logprobs)}
+            choice = {
+                "index": i,
+                "text": self._text(sample),
+                "finish_reason": sample.finish_reason,
+                "logprobs": logprobs,
+            }
             choices.append({**choice, "token_ids": list(sample.token_ids)} if self.token_ids else choice)
-        return {"choices": choices[::-1]}  # in another order than asked for
+        return {"choices": choices[::-1]}  # in another order than requested
 
     def _sglang(self, body: dict[str, Any]) -> Any:
         params = body["sampling_params"]
@@ -95,7 +100,7 @@ class CompletionServer:
             body["input_ids"], params["n"], params["max_new_tokens"], params["temperature"], params["stop"],
             params["sampling_seed"],
         )  # fmt: skip
-        found = [
+        outputs = [
             {
                 "text": self._text(s),
                 "output_ids": list(s.token_ids),
@@ -103,4 +108,4 @@ class CompletionServer:
             }
             for s in samples
         ]
-        return found if len(found) > 1 else found[0]
+        return outputs if len(outputs) > 1 else outputs[0]

@@ -1,4 +1,4 @@
-"""One search in a directory, as `plaudit search` runs it, without a bar."""
+"""One search in a directory, as `plaudit search` runs it, without a progress bar."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -38,13 +38,13 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
-def test_written_in_two_ways(one: str, other: str) -> None:
+def test_equal_answers_in_two_notations(one: str, other: str) -> None:
     assert answer_form(one).says(answer_form(other))
     assert answer_form(other).says(answer_form(one))
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_two_answers(one: str, other: str) -> None:
+def test_different_answers(one: str, other: str) -> None:
     assert not answer_form(one).says(answer_form(other))
     assert not answer_form(other).says(answer_form(one))
 
@@ -56,7 +56,7 @@ def test_two_answers(one: str, other: str) -> None:
         r"\sqrt{123456789123456789}", "1e99*" * 90 + "1", r"\frac" * 90, "1" * 5000, "," * 499, "{" * 600,
     ],
 )  # fmt: skip
-def test_what_would_take_long_is_text(text: str) -> None:
+def test_expensive_expressions_are_compared_as_text(text: str) -> None:
     assert answer_form(text).says(answer_form(text))
     assert not answer_form(text).says(answer_form("1"))
 

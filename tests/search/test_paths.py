@@ -1,4 +1,4 @@
-"""A search derives paths, seeds and texts from those of their parents: they equal those of the whole path."""
+"""Paths, seeds and texts derived from the parent node equal those computed from the full path."""
 
 import hashlib
 import random
@@ -30,7 +30,7 @@ def path_seed(seed: int, question: int, path: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def test_a_trail_is_the_path_of_its_node() -> None:
+def test_trail_equals_the_path_of_its_node() -> None:
     rng, tree = random.Random(1), Tree("1+2=", (7, 8, 9))
     for _ in range(60):
         firsts = [node for node in tree.nodes if node.twin == node.id]
@@ -42,36 +42,38 @@ def test_a_trail_is_the_path_of_its_node() -> None:
         assert trails.ids([node.id, 0]) == [tree.path_ids(node.id), tree.prompt_ids]
         trail = trails.of(node.id)
         assert (trail.ids, trail.text) == (tree.path_ids(node.id), tree.response(node.id))
-        said = trail.ids[len(tree.prompt_ids) :]
-        for drawn in (0, 4):
-            again = (drawn,) if drawn else ()
-            assert trail.seed(drawn) == path_seed(5, 3, (*said, len(trail.text), *again))
+        response_ids = trail.ids[len(tree.prompt_ids) :]
+        for sampled in (0, 4):
+            suffix = (sampled,) if sampled else ()
+            assert trail.seed(sampled) == path_seed(5, 3, (*response_ids, len(trail.text), *suffix))
         trails.forget(rng.choices(range(len(tree.nodes)), k=5))
 
 
 @pytest.mark.parametrize("kind", ["sums", "bytes", "sentence pieces"])
-def test_the_text_of_a_step_is_what_it_adds_to_the_whole(kind: str) -> None:
+def test_step_text_is_what_the_step_adds_to_the_full_text(kind: str) -> None:
     makers: dict[str, Any] = {"sums": lambda: load_tokenizer("sums-policy"), "bytes": byte_tokenizer}
     tokenizer: Any = makers.get(kind, sentence_piece)()
     assert decodes_apart(tokenizer) == (kind != "sentence pieces")
-    text_of, rng, halves = StepText(tokenizer), random.Random(kind), 0
+    text_of, rng, half_count = StepText(tokenizer), random.Random(kind), 0
     letters = tokenizer.encode("1+2=3; ß€ab ", add_special_tokens=False)
     for _ in range(200):
-        said: list[int] = []
+        ids: list[int] = []
         text = ""
         for _ in range(5):
-            some = rng.choice((letters, range(len(tokenizer))))  # any token: also halves of characters, and controls
-            tokens = tuple(rng.choices(some, k=rng.randrange(1, 4)))
-            whole = tokenizer.decode([*said, *tokens], skip_special_tokens=True)
-            added = whole[len(text) :] if whole.startswith(text) else tokenizer.decode(list(tokens))
-            assert text_of(said, text, tokens) == added
-            said += tokens
+            candidates = rng.choice(
+                (letters, range(len(tokenizer)))
+            )  # any token: also parts of characters, and control tokens
+            tokens = tuple(rng.choices(candidates, k=rng.randrange(1, 4)))
+            full = tokenizer.decode([*ids, *tokens], skip_special_tokens=True)
+            added = full[len(text) :] if full.startswith(text) else tokenizer.decode(list(tokens))
+            assert text_of(ids, text, tokens) == added
+            ids += tokens
             text += added
-            halves += HALF in text
-    assert (halves > 0) == (kind != "sums")
+            half_count += HALF in text
+    assert (half_count > 0) == (kind != "sums")
 
 
-def test_a_decoder_that_is_not_known_decodes_the_whole_path() -> None:
+def test_unknown_decoder_decodes_the_full_path() -> None:
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel({"a": 0, "##b": 1, "?": 2}, unk_token="?"))
@@ -86,7 +88,7 @@ def test_a_decoder_that_is_not_known_decodes_the_whole_path() -> None:
 
 
 class Anew:
-    """A scorer that puts every path together from its beginning."""
+    """A scorer that assembles every path from scratch."""
 
     whole = False
 
@@ -108,21 +110,21 @@ class Anew:
 
 
 @pytest.mark.parametrize("method", mostly_slow(["rebase", "best-first", "mcts", "ets"], 2))
-def test_a_search_that_puts_paths_together_anew_finds_the_same_to_the_bit(method: str) -> None:
-    asked = load_search(None, {"search.method": method, "search.width": 8, "data.limit": 3})
-    engine, scorer = Engine.load("sums-policy", device="cpu"), open_scorer(asked.prm, 1)
+def test_search_with_paths_assembled_from_scratch_is_identical(method: str) -> None:
+    settings = load_search(None, {"search.method": method, "search.width": 8, "data.limit": 3})
+    engine, scorer = Engine.load("sums-policy", device="cpu"), open_scorer(settings.prm, 1)
     assert isinstance(scorer, LocalScorer)
-    found = []
-    for judge in (scorer, Anew(scorer)):
-        policy = CorePolicy(engine, asked.steps)
-        search = Search(asked, policy=policy, scorer=judge, tokenizer=engine.tokenizer)
-        found.append([told(outcome) for outcome in search.run(search.questions())])
+    results = []
+    for path_scorer in (scorer, Anew(scorer)):
+        policy = CorePolicy(engine, settings.steps)
+        search = Search(settings, policy=policy, scorer=path_scorer, tokenizer=engine.tokenizer)
+        results.append([summary_of(outcome) for outcome in search.run(search.questions())])
         scorer.engine.new_version()
         engine.new_version()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-def told(outcome: Outcome) -> list[Any]:
+def summary_of(outcome: Outcome) -> list[Any]:
     costs = outcome.driver.costs
     nodes = [
         (n.parent, n.tokens, n.text, n.state, n.score, n.value, n.logprob, n.twin, n.error) for n in outcome.tree.nodes

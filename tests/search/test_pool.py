@@ -1,4 +1,4 @@
-"""Best-first over a persistent pool: which nodes it returns to, the cost, and when it ends, computed by hand."""
+"""Best-first search over a persistent pool: the nodes it returns to, their cost and when it ends, computed by hand."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from plaudit.search.tree.tree import Tree
 READING = AnswerReading(StepsTable(stop=";", answer=r"#(\d+)"))
 
 
-def test_a_leaf_behind_pays_for_every_level() -> None:
+def test_leaf_behind_the_deepest_pays_for_every_level() -> None:
     leaves = [Leaf(1, 0.9, (0,)), Leaf(9, 0.8, (0, 2, 5))]
     frontier = Frontier(3, 4, 4, leaves)
-    # For nothing the first is the better one: exp(0), exp(-0.1 / 0.2) = 1, 0.607. ceil(4 / 1.607) = 3, then 1.
+    # Without a return cost the first leaf is better: exp(0), exp(-0.1 / 0.2) = 1, 0.607. ceil(4 / 1.607) = 3, then 1.
     assert best_first(frontier, 0.2, 0.0).counts == [3, 1]
-    # Two levels behind at 0.1 each: 0.7 and 0.8, the same weights the other way round.
+    # Two levels behind at 0.1 each: 0.7 and 0.8, the same weights with the leaves swapped.
     assert best_first(frontier, 0.2, 0.1).counts == [1, 3]
     assert best_first(frontier, 0.2, 1.0).counts == [0, 4]
 
 
-def test_a_node_pays_for_every_time_it_was_gone_on_from() -> None:
-    """0.9 - 2 * 0.1 and 0.7 weigh alike; 0.3 - 4 * 0.1 is below 0, and gets nothing."""
+def test_node_pays_for_every_earlier_expansion() -> None:
+    """0.9 - 2 * 0.1 and 0.7 have equal weights; 0.3 - 4 * 0.1 is below 0 and gets no children."""
     leaves = [Leaf(1, 0.9, (0,), times=1), Leaf(2, 0.3, (0,), times=3), Leaf(9, 0.7, (0, 2))]
     assert best_first(Frontier(2, 4, 4, leaves), 0.2, 0.1).counts == [2, 0, 2]
 
 
-def test_where_a_return_is_too_dear_it_is_rebase_over_the_deepest() -> None:
+def test_high_return_cost_gives_rebase_over_the_deepest_leaves() -> None:
     rng = random.Random(1)
     for _ in range(50):
         deep = [Leaf(20 + i, rng.random(), (0, 1, 2)) for i in range(rng.randint(1, 6))]
@@ -47,7 +47,7 @@ def begun(method: str = "best-first", **keys: float) -> Driver:
 
 
 def grow(driver: Driver, *children: tuple[int, str, float]) -> list[int]:
-    """Each child: its parent, its text, which is its tokens too, and its score; "#" ends a path."""
+    """Add children (parent, text, score); the characters of the text are its tokens, and "#" ends a path."""
     ids = []
     for parent, text, score in children:
         state = "finished" if text.startswith("#") else "open"
@@ -59,13 +59,13 @@ def grow(driver: Driver, *children: tuple[int, str, float]) -> list[int]:
     return ids
 
 
-def test_it_returns_to_what_it_passed_over_and_to_what_it_went_on_from() -> None:
-    """With T = 0.05 the weights are e to the 20th part of a difference of 1.
+def test_best_first_returns_to_unexpanded_and_to_expanded_nodes() -> None:
+    """With T = 0.05 a score that is lower by d has the weight exp(-20 d).
 
-    1. a 0.95, b 0.9, the prompt 1 - 0.1 * (1 + 1): 1, 0.37 and 0.05 weigh, and ceil(2 / 1.42) = 2 go to a.
+    1. a 0.95, b 0.9, the prompt 1 - 0.1 * (1 + 1): weights 1, 0.37 and 0.05, and ceil(2 / 1.42) = 2 go to a.
     2. Its children score 0. a has 0.95 - 0.1 * (1 + 1) = 0.75, b 0.9 - 0.1 = 0.8, the prompt 1 - 0.1 * (2 + 1) = 0.7:
-       0.37, 1 and 0.14 weigh, and ceil(2 / 1.50) = 2 go to b.
-    3. Its children score 0 too. a has 0.75, b now 0.7, the prompt 0.7: ceil(2 / 1.74) = 2 go to a, for others."""
+       weights 0.37, 1 and 0.14, and ceil(2 / 1.50) = 2 go to b.
+    3. Its children score 0 too. a has 0.75, b now 0.7, the prompt 0.7: ceil(2 / 1.74) = 2 more children go to a."""
     driver = begun(return_cost=0.1, temperature=0.05)
     assert driver.expansions() == [Expand(0, 2)]
     a, b = grow(driver, (0, "a;", 0.95), (0, "bb;", 0.9))
@@ -85,7 +85,7 @@ def test_it_returns_to_what_it_passed_over_and_to_what_it_went_on_from() -> None
     assert all(node.state != "open" for node in driver.tree.nodes), "the width no longer reaches what is left"
 
 
-def test_rebase_does_not() -> None:
+def test_rebase_does_not_return_to_earlier_nodes() -> None:
     driver = begun("rebase")
     driver.expansions()
     a, b = grow(driver, (0, "a;", 0.9), (0, "bb;", 0.8))
@@ -95,8 +95,8 @@ def test_rebase_does_not() -> None:
     assert driver.expansions() == [Expand(c, 1), Expand(d, 1)]
 
 
-def test_what_repeats_a_node_goes_with_it() -> None:
-    """It has the same children: were it left in the pool, the pair would be chosen twice."""
+def test_twin_of_an_expanded_node_leaves_the_pool() -> None:
+    """A twin has the same children: if it stayed in the pool, the pair would be chosen twice."""
     driver = begun(return_cost=2)
     driver.expansions()
     a, again = grow(driver, (0, "a;", 0.9), (0, "a;", 0.9))
@@ -110,7 +110,7 @@ def test_what_repeats_a_node_goes_with_it() -> None:
     assert [driver.tree.nodes[id].state for id in (a, again)] == ["open", "open"]
 
 
-def test_it_draws_no_more_than_a_search_by_levels_can() -> None:
+def test_best_first_samples_no_more_steps_than_a_level_search() -> None:
     driver = begun(max_depth=3)
     rounds = 0
     while expansions := driver.expansions():
@@ -120,7 +120,7 @@ def test_it_draws_no_more_than_a_search_by_levels_can() -> None:
     assert driver.stopped == "done"
 
 
-def test_a_lead_counts_what_may_still_come() -> None:
+def test_lead_takes_remaining_paths_into_account() -> None:
     driver = new_driver(
         Tree("", (1,)), SearchRuleTable(method="best-first", width=3, return_cost=0.0), BudgetTable(lead=True), READING,
         "1",
@@ -131,8 +131,8 @@ def test_a_lead_counts_what_may_still_come() -> None:
     assert driver.stopped == "lead"
 
 
-def test_a_node_too_far_behind_is_given_up() -> None:
-    """At 0.2 a level 0.25 is good for one, and the prompt's 1, gone on from once, for four."""
+def test_node_too_far_behind_is_pruned() -> None:
+    """At a cost of 0.2 per level a score of 0.25 lasts for one level, and the prompt's 1, expanded once, for four."""
     driver = begun(return_cost=0.2, temperature=0.01)
     driver.expansions()
     at, behind = grow(driver, (0, "a;", 0.9), (0, "b;", 0.25))
@@ -142,6 +142,6 @@ def test_a_node_too_far_behind_is_given_up() -> None:
         states.append(driver.tree.nodes[behind].state)
         prompt.append(0 in driver.live())
         at, _ = grow(driver, (at, f"{depth}a;", 0.9), (at, f"{depth}b;", 0.0))
-    # The rounds have their deepest leaf at depths 1 to 6.
+    # In the six rounds the deepest leaf is at depths 1 to 6.
     assert states == ["open", "open", *["pruned"] * 4]
     assert prompt == [*[True] * 4, False, False]

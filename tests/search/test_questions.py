@@ -1,4 +1,4 @@
-"""Questions of a gym: the split that RL holds out, checked by the task itself."""
+"""Questions of a gym: the split that RL holds out, checked by the gym task itself."""
 
 from typing import Any
 
@@ -17,21 +17,21 @@ SUMS: dict[str, Any] = {"gym": "chain_sum", "gym_options": {"max_digits": 1, "ma
 ALIKE: Alike = SameNumber()
 
 
-def searched(**data: Any) -> Any:
+def search_recipe(**data: Any) -> Any:
     return parse_search({"model": {"path": "sums-policy"}, "prm": {"path": "sums-steps"}, "data": data}, "test")
 
 
-def test_a_gym_is_one_source_and_has_no_end() -> None:
-    assert searched(**SUMS, limit=3).data.gym == "chain_sum"
+def test_gym_is_exclusive_and_needs_a_limit() -> None:
+    assert search_recipe(**SUMS, limit=3).data.gym == "chain_sum"
     with pytest.raises(ConfigError, match=r"a gym is unlimited: set the number of questions with data\.limit"):
-        searched(**SUMS)
+        search_recipe(**SUMS)
     with pytest.raises(ConfigError, match=r"give one of data\.world .*; got \['world', 'gym'\]"):
-        searched(world="sums", **SUMS, limit=3)
+        search_recipe(world="sums", **SUMS, limit=3)
     with pytest.raises(ConfigError, match="shots are turns of a chat"):
-        searched(**SUMS, limit=3, shots=[["1 + 1 =", "2"]])
+        search_recipe(**SUMS, limit=3, shots=[["1 + 1 =", "2"]])
 
 
-def test_a_question_is_right_by_its_check_or_by_its_truth() -> None:
+def test_answer_is_checked_by_the_questions_check_or_its_truth() -> None:
     plain = Question(0, "7+8=", "7+8=", (1,), "15")
     assert [plain.right(answer, ALIKE) for answer in ("15.0", "16", None)] == [True, False, False]
     unknown = Question(0, "7+8=", "7+8=", (1,))
@@ -41,15 +41,15 @@ def test_a_question_is_right_by_its_check_or_by_its_truth() -> None:
 
 
 @pytest.mark.slow
-def test_gym_questions_are_those_that_rl_holds_out() -> None:
+def test_gym_questions_equal_the_heldout_prompts_of_rl() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make slow installs it")
     tokenizer = sums_tokenizer()
-    held = open_prompts(RlDataTable(**SUMS, eval_items=5), tokenizer, 1).heldout()
+    heldout = open_prompts(RlDataTable(**SUMS, eval_items=5), tokenizer, 1).heldout()
     checker = GymChecker()
     try:
-        asked = open_questions(QuestionsTable(**SUMS, limit=5), tokenizer, 1, checker)
-        assert [(q.text, q.prompt_ids) for q in asked] == [(p.text, p.token_ids) for p in held]
-        for question in asked:
+        questions = open_questions(QuestionsTable(**SUMS, limit=5), tokenizer, 1, checker)
+        assert [(q.text, q.prompt_ids) for q in questions] == [(p.text, p.token_ids) for p in heldout]
+        for question in questions:
             truth = int(question.truth or "")
             assert question.right(f"{truth}.00", ALIKE) is True
             assert question.right(str(truth + 1), ALIKE) is False

@@ -39,8 +39,8 @@ def remote(url: str, name: str = "openai", **flags: Any) -> SearchRecipe:
     return recipe(**{"engine.name": name, "engine.url": url, "engine.timeout": 20.0, **flags})
 
 
-def searched(asked: SearchRecipe) -> list[Outcome]:
-    search = Search(asked)
+def searched(settings: SearchRecipe) -> list[Outcome]:
+    search = Search(settings)
     try:
         return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
     finally:
@@ -52,7 +52,7 @@ def texts(outcomes: list[Outcome]) -> list[list[tuple[int, str, str]]]:
 
 
 @pytest.mark.slow
-def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
+def test_every_server_protocol_gives_the_same_search(engine: Engine) -> None:
     with CompletionServer(engine) as server:
         by_ids = searched(remote(server.url))
         by_sglang = searched(remote(server.url, "sglang"))
@@ -62,50 +62,48 @@ def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
         assert any(isinstance(request["prompt"], str) for request in server.requests)
     assert any(outcome.answers for outcome in by_ids)
     assert texts(by_sglang) == texts(by_ids)
-    # Drawn by text the seeds are others, for a path is known by its text; the first level is the same.
+    # Without token ids a path is identified by its text, so the seeds differ below the first level, which is the same.
     first = [[node for node in tree if node[0] == 0] for tree in texts(by_ids)]
     assert [[node for node in tree if node[0] == 0] for tree in texts(by_text)] == first
     counted = [outcome.driver.costs.generated for outcome in by_text]
     assert counted == [sum(len(n.tokens) for n in o.tree.nodes[1:]) for o in by_text]
 
 
-def test_greedy_steps_are_asked_for_once(engine: Engine) -> None:
+def test_greedy_steps_are_requested_once(engine: Engine) -> None:
     with CompletionServer(engine) as server:
-        found = searched(remote(server.url, **{"steps.temperature": 0.0}))
-    assert texts(found) == texts(searched(recipe(**{"steps.temperature": 0.0})))
+        outcomes = searched(remote(server.url, **{"steps.temperature": 0.0}))
+    assert texts(outcomes) == texts(searched(recipe(**{"steps.temperature": 0.0})))
 
 
-def test_a_path_that_is_refused_fails_alone(engine: Engine) -> None:
+def test_rejected_path_fails_without_affecting_others(engine: Engine) -> None:
     with CompletionServer(engine, longest=40) as server:
         (outcome,) = searched(remote(server.url, questions=1))
-    refused = [
-        node for node in outcome.tree.nodes if node.error is not None and "too long for this model" in node.error
-    ]
-    assert refused
-    assert all(node.state == "failed" and "it answered 400" in str(node.error) for node in refused)
+    failed = [node for node in outcome.tree.nodes if node.error is not None and "too long for this model" in node.error]
+    assert failed
+    assert all(node.state == "failed" and "it answered 400" in str(node.error) for node in failed)
     assert outcome.stopped.startswith(("done", "no answer: http://127.0.0.1"))
-    # It has taken nothing yet: it may be the recipe that is wrong.
+    # If no request succeeded, the recipe itself may be wrong, and the error is raised.
     with CompletionServer(engine, longest=4) as server, pytest.raises(RequestRefused, match="too long for this model"):
         searched(remote(server.url, questions=1))
 
 
 @pytest.mark.slow
-def test_a_generating_server_that_is_lost_ends_the_run_and_resuming_finishes_it(engine: Engine, tmp_path: Path) -> None:
+def test_lost_generation_server_ends_the_run_and_resume_completes_it(engine: Engine, tmp_path: Path) -> None:
     with CompletionServer(engine, fail_after=40) as failing:
-        asked = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})
+        settings = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})
         with pytest.raises(ServerError, match=r"no steps from http://127.0.0.1:\d+/v1/completions within 1.5 s"):
-            run_search(asked, tmp_path / "run")
+            run_search(settings, tmp_path / "run")
     lines = list(read_results(tmp_path / "run" / "results.jsonl"))
     assert any(line["stopped"].startswith("failed: no steps") for line in lines)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed"] >= 1
-    with CompletionServer(engine) as mended:
-        again = remote(mended.url, questions=4)
+    with CompletionServer(engine) as restarted:
+        again = remote(restarted.url, questions=4)
         figures = run_search(again, tmp_path / "run", resume=True)
     assert figures["questions"] == 4
     assert figures["failed"] == 0
 
 
-def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
+def test_invalid_replies_of_a_server_are_errors(engine: Engine) -> None:
     class Wrong(CompletionServer):
         reply: tuple[int, Any] = (200, {"choices": []})
 
@@ -124,16 +122,16 @@ def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server: ServerProcess) -> None:
+def test_served_prm_equals_a_local_one_and_computes_only_new_tokens(server: ServerProcess) -> None:
     local = searched(recipe(questions=3))
     before = server.http.get("/stats").json()["models"][0]
     served = searched(recipe(questions=3).model_copy(update={"prm": served_prm(server)}))
     after = server.http.get("/stats").json()["models"][0]
-    for one, other in zip(local, served, strict=True):
-        assert [n.tokens for n in one.tree.nodes] == [n.tokens for n in other.tree.nodes]
-        scores = [n.score for n in one.tree.nodes if n.score is not None]
-        assert scores == pytest.approx([n.score for n in other.tree.nodes if n.score is not None], abs=1e-5)
-    # Nodes of depth 6 and more: what re-prefilling each path would have cost, against what was computed.
+    for local_outcome, served_outcome in zip(local, served, strict=True):
+        assert [n.tokens for n in local_outcome.tree.nodes] == [n.tokens for n in served_outcome.tree.nodes]
+        scores = [n.score for n in local_outcome.tree.nodes if n.score is not None]
+        assert scores == pytest.approx([n.score for n in served_outcome.tree.nodes if n.score is not None], abs=1e-5)
+    # At depths of 6 and more: the computed tokens against the cost of prefilling every path in full.
     paths = [
         len(o.question.prompt_ids) + o.tree.length(n.id)
         for o in served
@@ -144,11 +142,11 @@ def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server:
 
 
 @pytest.mark.slow
-def test_with_servers_for_both_no_question_waits_for_another(engine: Engine, server: ServerProcess) -> None:
+def test_search_is_the_same_with_questions_run_independently_on_servers(engine: Engine, server: ServerProcess) -> None:
     with CompletionServer(engine) as generating:
-        asked = remote(generating.url, questions=4).model_copy(update={"prm": served_prm(server)})
-        assert (asked.groups, recipe().groups, asked.model_copy(update={"lanes": 2}).groups) == (64, 1, 2)
-        assert texts(searched(asked)) == texts(searched(asked.model_copy(update={"lanes": 1})))
+        settings = remote(generating.url, questions=4).model_copy(update={"prm": served_prm(server)})
+        assert (settings.groups, recipe().groups, settings.model_copy(update={"lanes": 2}).groups) == (64, 1, 2)
+        assert texts(searched(settings)) == texts(searched(settings.model_copy(update={"lanes": 1})))
 
 
 def served_prm(server: ServerProcess) -> Any:
@@ -160,15 +158,15 @@ def prm_at(url: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_prm_that_cannot_be_reached_is_told_before_anything_is_generated() -> None:
+def test_unreachable_prm_is_an_error_before_generation() -> None:
     prm = prm_at(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(RewardUnavailable, match="no scores from"):
         Search(recipe(questions=1).model_copy(update={"prm": prm}))
 
 
-def test_a_prm_that_is_lost_is_told_and_answers_are_kept(engine: Engine) -> None:
+def test_lost_prm_is_an_error_and_generated_steps_are_kept(engine: Engine) -> None:
     class Lost(CompletionServer):
-        """Scores what it is asked first, and nothing else."""
+        """Answers the first request with a score and all later ones with 503."""
 
         def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
             self.requests.append(body)
@@ -177,36 +175,36 @@ def test_a_prm_that_is_lost_is_told_and_answers_are_kept(engine: Engine) -> None
 
     with Lost(engine) as server:
         search = Search(recipe(questions=1).model_copy(update={"prm": prm_at(server.url)}))
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         with pytest.raises(RewardUnavailable, match="no scores from"):
-            found.extend(search.run(search.questions()))
+            outcomes.extend(search.run(search.questions()))
         search.close()
-    assert len(found) == 1
-    assert found[0].stopped.startswith("failed: no scores from")
-    assert len(found[0].tree.nodes) == 7, "what was generated is kept"
+    assert len(outcomes) == 1
+    assert outcomes[0].stopped.startswith("failed: no scores from")
+    assert len(outcomes[0].tree.nodes) == 7, "what was generated is kept"
 
 
 @pytest.mark.slow
-def test_a_served_outcome_model_is_for_best_of_n_alone(server: ServerProcess) -> None:
+def test_served_outcome_model_works_only_with_best_of_n(server: ServerProcess) -> None:
     prm = served_prm(server).model_copy(update={"model": "sums"})
     with pytest.raises(ConfigError, match=r"'rebase' chooses among steps, and sums at http.* is an outcome model"):
         Search(recipe(questions=1).model_copy(update={"prm": prm}))
-    asked = recipe(questions=2, **{"search.method": "best-of-n"})
-    served = searched(asked.model_copy(update={"prm": prm}))
-    local = searched(asked.model_copy(update={"prm": asked.prm.model_copy(update={"path": "sums"})}))
+    settings = recipe(questions=2, **{"search.method": "best-of-n"})
+    served = searched(settings.model_copy(update={"prm": prm}))
+    local = searched(settings.model_copy(update={"prm": settings.prm.model_copy(update={"path": "sums"})}))
     assert texts(served) == texts(local)
-    for one, other in zip(served, local, strict=True):
-        weights = [answer.weight for answer in other.answers]
-        assert [answer.weight for answer in one.answers] == pytest.approx(weights, abs=1e-4)
-        assert one.answer is not None
+    for served_outcome, local_outcome in zip(served, local, strict=True):
+        weights = [answer.weight for answer in local_outcome.answers]
+        assert [answer.weight for answer in served_outcome.answers] == pytest.approx(weights, abs=1e-4)
+        assert served_outcome.answer is not None
 
 
 def test_search_from_python_with_a_served_outcome_model(server: ServerProcess) -> None:
     keys = {"engine": "sums-policy", "rule": "best-of-n", "width": 4, "stop": ";", "answer": r"#(\d+)$"}
     prm = {"url": server.url, "model": "sums"}
-    here, there = (plaudit.search(["7+8+4="], prm=each, **keys) for each in ("sums", prm))
-    assert here[0].answer is not None
-    assert [o.answer and o.answer.text for o in there] == [here[0].answer.text]
+    local, served = (plaudit.search(["7+8+4="], prm=each, **keys) for each in ("sums", prm))
+    assert local[0].answer is not None
+    assert [o.answer and o.answer.text for o in served] == [local[0].answer.text]
 
 
 @pytest.mark.slow
@@ -220,10 +218,10 @@ def test_embeddings_over_http(engine: Engine) -> None:
         encoder = ServedEncoder(server.url)
         assert encoder.embed(["a", "bcd"]).tolist() == [[1.0, 1.0], [3.0, 1.0]]
         encoder.close()
-        asked = recipe(
+        settings = recipe(
             questions=1, **{"search.method": "ets", "search.clusters": "served", "search.encoder": server.url}
         )
-        (outcome,) = searched(asked)
+        (outcome,) = searched(settings)
         assert any(node.cluster is not None for node in outcome.tree.nodes)
     with pytest.raises(ServerError, match="no embeddings from"):
         ServedEncoder(f"http://127.0.0.1:{free_port()}").embed(["a"])

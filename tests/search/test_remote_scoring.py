@@ -1,4 +1,4 @@
-"""Process and outcome models behind vLLM's, SGLang's and OpenAI's routes, over real HTTP, against the same models in
+"""Process and outcome models behind the routes of vLLM, SGLang and OpenAI over real HTTP, against the same models in
 this process. The server is ours; tests/interop/test_vllm_parity.py compares its vLLM routes with vLLM's."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DONE = [StepPath("7+8+4=", ("7+8=15;", "15+4=19;", "#19")), StepPath("7+8+4=", (
 
 @pytest.fixture(scope="module")
 def shepherd(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A causal LM that is read as Math-Shepherd's is: "+" and "-" behind every tag."""
+    """A causal LM scored like Math-Shepherd: by "+" and "-" after every tag."""
     tokenizer = tiny.sentence_piece()
     return tiny.write(tmp_path_factory.mktemp("shepherd"), tiny.model("causal", tokenizer), tokenizer)
 
@@ -54,36 +54,36 @@ def values(table: PrmTable, paths: list[StepPath], method: Any = "rebase") -> li
     return [each.value for each in scored if each.value is not None]
 
 
-def test_a_class_head_by_vllms_pooling(server: ServerProcess) -> None:
-    here = values(PrmTable(path="sums-steps"), SUMS)
-    there = PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="sums-steps")
-    assert values(there, SUMS) == pytest.approx(here, abs=1e-5)
-    assert here[0] > here[2]
+def test_classification_head_over_vllm_pooling(server: ServerProcess) -> None:
+    local = values(PrmTable(path="sums-steps"), SUMS)
+    remote = PrmTable(url=server.url, protocol="vllm", path="sums-steps", model="sums-steps")
+    assert values(remote, SUMS) == pytest.approx(local, abs=1e-5)
+    assert local[0] > local[2]
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
-def test_a_causal_process_model(server: ServerProcess, shepherd: str, protocol: Any) -> None:
-    here = values(PrmTable(path=shepherd, format="math-shepherd"), WORDS)
-    there = PrmTable(url=server.url, protocol=protocol, path=shepherd, format="math-shepherd", model="shepherd")
-    assert values(there, WORDS) == pytest.approx(here, abs=1e-5)
+def test_causal_process_model_over_vllm_and_sglang(server: ServerProcess, shepherd: str, protocol: Any) -> None:
+    local = values(PrmTable(path=shepherd, format="math-shepherd"), WORDS)
+    remote = PrmTable(url=server.url, protocol=protocol, path=shepherd, format="math-shepherd", model="shepherd")
+    assert values(remote, WORDS) == pytest.approx(local, abs=1e-5)
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
-def test_an_outcome_model(server: ServerProcess, protocol: Any) -> None:
-    here = values(OrmTable(path="sums"), DONE, "best-of-n")
-    there = OrmTable(url=server.url, protocol=protocol, path="sums", model="sums")
-    assert values(there, DONE, "best-of-n") == pytest.approx(here, abs=1e-5)
-    assert here[0] > here[1]
+def test_outcome_model_over_vllm_and_sglang(server: ServerProcess, protocol: Any) -> None:
+    local = values(OrmTable(path="sums"), DONE, "best-of-n")
+    remote = OrmTable(url=server.url, protocol=protocol, path="sums", model="sums")
+    assert values(remote, DONE, "best-of-n") == pytest.approx(local, abs=1e-5)
+    assert local[0] > local[1]
 
 
-def test_pairs_go_as_they_are(server: ServerProcess) -> None:
-    """To /score, which writes two texts as the tokenizer's template for pairs does."""
-    found = values(OrmTable(url=server.url, protocol="vllm", model="sums", pairs=True), DONE, "best-of-n")
+def test_pairs_are_sent_as_two_texts(server: ServerProcess) -> None:
+    """They go to /score, which joins two texts by the tokenizer's template for pairs."""
+    scores = values(OrmTable(url=server.url, protocol="vllm", model="sums", pairs=True), DONE, "best-of-n")
     tokenizer = load_tokenizer(resolve("sums"))
     ids = [tokenizer(str(path.prompt), "".join(path.steps))["input_ids"] for path in DONE]
     body = {"model": "sums", "input": ids, "use_activation": False}
     rows = server.http.post("/classify", json=body).json()["data"]
-    assert found == pytest.approx([row["probs"][0] for row in rows], abs=1e-5)
+    assert scores == pytest.approx([row["probs"][0] for row in rows], abs=1e-5)
     chat = StepPath(({"role": "user", "content": "7+8="},), ("#15",))
     scorer = open_scorer(OrmTable(url=server.url, protocol="vllm", model="sums", pairs=True), 1, "best-of-n")
     (refused,) = scorer.score([chat])
@@ -94,7 +94,7 @@ def test_pairs_go_as_they_are(server: ServerProcess) -> None:
 
 
 class LogprobServer(CompletionServer):
-    """The most likely next tokens, of a model that, as a trained process model, hardly says anything but + and -."""
+    """Returns top log-probs of a model that, like a trained process model, predicts almost only + and -."""
 
     trained = True
 
@@ -112,18 +112,18 @@ class LogprobServer(CompletionServer):
         return 200, {"choices": [{"index": 0, "text": "+", "logprobs": {"top_logprobs": [top]}}]}
 
 
-def test_log_probs_of_the_next_token(shepherd: str) -> None:
-    here = values(PrmTable(path=shepherd, format="math-shepherd"), WORDS)
+def test_scores_from_next_token_log_probs_over_openai(shepherd: str) -> None:
+    local = values(PrmTable(path=shepherd, format="math-shepherd"), WORDS)
     with LogprobServer(Engine.load("sums-policy", device="cpu")) as server:
         server.begin()
-        there = PrmTable(url=server.url, protocol="openai", path=shepherd, format="math-shepherd")
-        assert values(there, WORDS) == pytest.approx(here, abs=1e-5)
-        LogprobServer.trained = False  # a language model, that has other things to say
+        remote = PrmTable(url=server.url, protocol="openai", path=shepherd, format="math-shepherd")
+        assert values(remote, WORDS) == pytest.approx(local, abs=1e-5)
+        LogprobServer.trained = False  # a plain language model predicts other tokens
         with pytest.raises(RequestRefused, match=r"instead of \['▁\+', '▁-'\]: check that it serves a process model"):
-            values(there, WORDS)
+            values(remote, WORDS)
 
 
-def test_what_a_server_cannot_give_is_told(server: ServerProcess, shepherd: str) -> None:
+def test_unsupported_scoring_by_a_server_is_an_error(server: ServerProcess, shepherd: str) -> None:
     cases: list[tuple[type[Exception], str, PrmTable]] = [
         (ConfigError, "reads token probabilities, but sums-steps is not a causal",
          PrmTable(url=server.url, protocol="sglang", path="sums-steps")),
@@ -137,7 +137,7 @@ def test_what_a_server_cannot_give_is_told(server: ServerProcess, shepherd: str)
             values(table, SUMS)
 
 
-def test_tables_that_cannot_be_are_refused() -> None:
+def test_invalid_tables_are_rejected() -> None:
     base = {"model": {"path": "m"}, "data": {"path": "q"}}
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, r"give \[prm\], which scores steps, or \[orm\]"),
@@ -153,20 +153,26 @@ def test_tables_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_an_outcome_model_weighs_the_answers_of_a_tree() -> None:
-    """The process model chooses the steps, the outcome model the answer: by hand from both, the tree being the same."""
+def test_outcome_model_weights_the_answers_of_a_tree() -> None:
+    """The process model selects the steps, the outcome model weights the answers: the tree is the same, and the weights
+    equal those computed from the outcome model's scores."""
     keys = {"search.method": "rebase", "search.width": 6, "data.limit": 2}
     searches = [Search(load_search(None, {**keys, **orm})) for orm in ({}, {"orm.path": "sums"})]
-    plain, weighed = (sorted(s.run(s.questions()), key=lambda o: o.question.index) for s in searches)
-    judge = open_scorer(OrmTable(path="sums"), 1, "best-of-n")
+    plain, weighted = (sorted(s.run(s.questions()), key=lambda o: o.question.index) for s in searches)
+    scorer = open_scorer(OrmTable(path="sums"), 1, "best-of-n")
     compared = 0
-    for one, other in zip(plain, weighed, strict=True):
-        assert [n.text for n in one.tree.nodes] == [n.text for n in other.tree.nodes]
-        assert [a.text for a in one.answers] == [a.text for a in other.answers]
-        paths = [StepPath(one.question.prompt, tuple(s.text for s in one.tree.steps(a.node))) for a in one.answers]
-        scores = [scored.value for scored in judge.score(paths)]
+    for plain_outcome, weighted_outcome in zip(plain, weighted, strict=True):
+        assert [n.text for n in plain_outcome.tree.nodes] == [n.text for n in weighted_outcome.tree.nodes]
+        assert [a.text for a in plain_outcome.answers] == [a.text for a in weighted_outcome.answers]
+        paths = [
+            StepPath(plain_outcome.question.prompt, tuple(s.text for s in plain_outcome.tree.steps(a.node)))
+            for a in plain_outcome.answers
+        ]
+        scores = [scored.value for scored in scorer.score(paths)]
         best = max((s for s in scores if s is not None), default=0.0)
-        assert [a.weight for a in other.answers] == pytest.approx([np.exp(s - best) for s in scores if s is not None])
+        assert [a.weight for a in weighted_outcome.answers] == pytest.approx(
+            [np.exp(s - best) for s in scores if s is not None]
+        )
         compared += len(scores)
     assert compared
     for search in searches:

@@ -1,4 +1,4 @@
-"""Rollouts by search: which model generated the tokens, which path is chosen, what is counted, and refusals."""
+"""Rollouts by search: log-probs of the tokens, the chosen paths, token counts and rejected settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {
 
 
 class ByText:
-    """A process model that likes the steps which `likes` names, and computes a token for each path."""
+    """A process model that scores steps with `likes` and counts one computed token per path."""
 
     whole = False
 
@@ -56,10 +56,10 @@ def turn(likes: Any = None, search: dict[str, Any] | None = None, **sampling: An
     table = recipe(sampling={"step": ";", **sampling}, search={**SEARCH, **(search or {})})
     assert table.search is not None
     single = SingleTurn(Engine(LOADED.module, LOADED.tokenizer, seed=1), table.sampling, 1)
-    made = SearchTurn(single, LOADED.tokenizer, table.search, 4, 1)
+    search_turn = SearchTurn(single, LOADED.tokenizer, table.search, 4, 1)
     if likes is not None:
-        made.scorer = ByText(likes)
-    return made
+        search_turn.scorer = ByText(likes)
+    return search_turn
 
 
 def steps_of(sample: Sample) -> list[tuple[int, tuple[int, ...]]]:
@@ -72,7 +72,7 @@ def steps_of(sample: Sample) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("method", ["rebase", "beam", "dvts"])
-def test_each_token_has_the_policys_own_logprob_and_all_that_was_sampled_is_counted(method: str) -> None:
+def test_tokens_have_the_policys_log_probs_and_all_sampled_tokens_are_counted(method: str) -> None:
     samples = turn(search={"method": method}).play(PROMPTS, 4, "0 0")
     assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(3) for i in range(4)]
     module = LOADED.module
@@ -97,45 +97,47 @@ def test_each_token_has_the_policys_own_logprob_and_all_that_was_sampled_is_coun
     assert figures["tree/prm_tokens"] > 0
 
 
-def test_the_process_model_chooses() -> None:
-    """The first step that it sees of each prompt scores 1 and its siblings 0: exp(-1 / 0.2) weighs 0.007 beside 1, and
-    ceil(4 / (1 + 3 * 0.007)) = 4 children are its. Of two prompts with the same sum of tokens nothing is mixed up."""
+def test_process_model_selects_the_path() -> None:
+    """The first step seen of each prompt scores 1 and its siblings 0: their weight is exp(-1 / 0.2) = 0.007, so it gets
+    ceil(4 / (1 + 3 * 0.007)) = 4 children."""
     first: dict[str, Any] = {}
 
     def likes(steps: tuple[str, ...]) -> Scored:
         key = "".join(steps[:-1])
         return Scored(float(first.setdefault(key, steps[-1]) == steps[-1]))
 
-    (sampled,) = [turn(likes).play(PROMPTS[:1], 4, "0 0")]
-    assert len({steps_of(sample)[0] for sample in sampled}) == 1, "all went on from the step it likes"
-    whole = turn(lambda steps: Scored(0.5)).play(PROMPTS[:1], 4, "0 0")
-    assert len({steps_of(sample)[0] for sample in whole}) > 1, "where it likes all alike, several do"
-    kept = {step for sample in sampled for step in steps_of(sample)}
-    discarded = sampled[0].extra["search"]["generated"] - sum(len(tokens) for _, tokens in kept)
+    (selected,) = [turn(likes).play(PROMPTS[:1], 4, "0 0")]
+    assert len({steps_of(sample)[0] for sample in selected}) == 1, "all went on from the step it likes"
+    uniform = turn(lambda steps: Scored(0.5)).play(PROMPTS[:1], 4, "0 0")
+    assert len({steps_of(sample)[0] for sample in uniform}) > 1, "where it likes all alike, several do"
+    chosen_steps = {step for sample in selected for step in steps_of(sample)}
+    discarded = selected[0].extra["search"]["generated"] - sum(len(tokens) for _, tokens in chosen_steps)
     assert discarded > 0
-    assert branching(sampled)["tree/discarded"] == pytest.approx(
-        discarded / sampled[0].extra["search"]["generated"]
+    assert branching(selected)["tree/discarded"] == pytest.approx(
+        discarded / selected[0].extra["search"]["generated"]
     )  # fmt: skip
 
 
-def test_a_prompt_is_searched_alike_alone_and_among_others() -> None:
+def test_search_of_a_prompt_is_the_same_alone_and_in_a_batch() -> None:
     together = turn().play(PROMPTS, 4, "3 0")
     (alone,) = [turn().play(PROMPTS[1:2], 4, "3 0", first=1)]
-    mine = [sample for sample in together if sample.group == 1]
-    assert [s.token_ids for s in mine] == [s.token_ids for s in alone]
-    assert [s.extra["branches"] for s in mine] == [s.extra["branches"] for s in alone]
+    in_batch = [sample for sample in together if sample.group == 1]
+    assert [s.token_ids for s in in_batch] == [s.token_ids for s in alone]
+    assert [s.extra["branches"] for s in in_batch] == [s.extra["branches"] for s in alone]
     assert turn().play(PROMPTS, 4, "4 0")[0].token_ids != together[0].token_ids or len(PROMPTS) < 2
 
 
 def test_heldout_prompts_are_answered_without_a_search() -> None:
-    made = turn()
-    assert made.play(PROMPTS, 2, "eval", evaluate=True) == made.single.play(PROMPTS, 2, "eval", evaluate=True)
+    search_turn = turn()
+    assert search_turn.play(PROMPTS, 2, "eval", evaluate=True) == search_turn.single.play(
+        PROMPTS, 2, "eval", evaluate=True
+    )
 
 
-def test_what_is_cut_and_what_cannot_be_scored() -> None:
-    """Three tokens are less than the first step has. A path without a score is an error, and never a number."""
-    cut = turn(max_tokens=3).play(PROMPTS[:1], 4, "0 0")
-    assert all(s.finish_reason == "length" and len(s.token_ids) == 3 and s.error is None for s in cut)
+def test_truncated_and_unscored_paths() -> None:
+    """Three tokens are fewer than the first step has. A path without a score is an error, never a number."""
+    truncated = turn(max_tokens=3).play(PROMPTS[:1], 4, "0 0")
+    assert all(s.finish_reason == "length" and len(s.token_ids) == 3 and s.error is None for s in truncated)
     failed = turn(lambda steps: Scored(error="too_long: 9 tokens")).play(PROMPTS[:1], 4, "0 0")
     assert len(failed) == 4
     for sample in failed:
@@ -155,23 +157,23 @@ def test_what_is_cut_and_what_cannot_be_scored() -> None:
         ({"search": {**SEARCH, "method": "mcts"}}, "mcts"),
     ],
 )
-def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
+def test_unsupported_settings_are_rejected(tables: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         recipe(**{"search": SEARCH, **tables})
 
 
-def test_an_outcome_model_is_refused() -> None:
+def test_outcome_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="chooses among steps"):
         turn(search={"prm": {"path": "sums"}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["expert-iteration", "tree-grpo"])
-def test_a_run_is_made_again_to_the_bit(algorithm: str, tmp_path: Path) -> None:
-    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+def test_run_is_reproduced_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
+    sets = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={value}")]
     name = ("--set", f'algorithm.name="{algorithm}"')
-    done = plaudit_here("train", "sums-expert-search", "--out", str(tmp_path / "run"), *sets, *name)
-    assert done.returncode == 0, done.stderr
+    result = plaudit_here("train", "sums-expert-search", "--out", str(tmp_path / "run"), *sets, *name)
+    assert result.returncode == 0, result.stderr
     again = plaudit_here("verify", str(tmp_path / "run"))
     assert again.returncode == 0, again.stdout
     assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in again.stdout
@@ -182,15 +184,15 @@ def test_a_run_is_made_again_to_the_bit(algorithm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Engines elsewhere search the same trees: the first step's samples are those of one process."""
-    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+def test_search_in_other_placements_gives_the_same_figures(tmp_path: Path) -> None:
+    """Engines in other processes search the same trees: the first step's figures are those of one process."""
+    sets = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={value}")]
     figures = []
     for name in ("colocated", "disaggregated", "async"):
         run = tmp_path / name
-        place = ("--set", f'placement.name="{name}"', "--set", "train.steps=1")
-        done = plaudit_here("train", "sums-expert-search", "--out", str(run), *sets, *place)
-        assert done.returncode == 0, done.stderr
+        placement = ("--set", f'placement.name="{name}"', "--set", "train.steps=1")
+        result = plaudit_here("train", "sums-expert-search", "--out", str(run), *sets, *placement)
+        assert result.returncode == 0, result.stderr
         (values,) = [e["values"] for e in read_events(run) if e["kind"] == "metric" and "tree/discarded" in e["values"]]
         figures.append([values[key] for key in ("tree/generated_tokens", "tree/discarded", "reward/mean")])
     assert figures[0] == figures[1] == figures[2]

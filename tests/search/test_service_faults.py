@@ -1,4 +1,4 @@
-"""Searches that lose their client or worker, or run out of time, in the middle."""
+"""Searches whose client disconnects, whose worker exits or whose deadline passes in the middle."""
 
 from __future__ import annotations
 
@@ -38,56 +38,60 @@ def sound(faults: Faults) -> Iterator[None]:
 
 
 def until(what: str, condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + WAIT
+    deadline = time.monotonic() + WAIT
     while not condition():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < deadline, what
         time.sleep(0.05)
 
 
-def left(server: ServerProcess, faults: Faults, count: int) -> None:
-    """As many clients as that ask, and go away in the middle of a step."""
+def disconnect_clients(server: ServerProcess, faults: Faults, count: int) -> None:
+    """`count` clients send a search and disconnect in the middle of a step."""
     faults.set(what="hold")
     before = server.metric("plaudit_cancelled_total")
-    held = httpx.Timeout(1.0)
+    timeout = httpx.Timeout(1.0)
     for _ in range(count):
-        with httpx.Client(base_url=server.url, timeout=held) as client, pytest.raises(httpx.ReadTimeout):
+        with httpx.Client(base_url=server.url, timeout=timeout) as client, pytest.raises(httpx.ReadTimeout):
             client.post("/v1/search", json=body())
     until("the steps of a search are not cancelled", lambda: server.metric("plaudit_cancelled_total") >= before + count)
     faults.clear()
 
 
-def test_a_client_that_leaves_ends_its_search_and_frees_its_place(server: ServerProcess, faults: Faults) -> None:
-    whole = asked(server, body())
-    left(server, faults, 5)
-    with ThreadPoolExecutor(2) as clients:  # both of the two places
-        found = list(clients.map(lambda _: asked(server, body()), range(2)))
-    assert [each["response"] for each in found] == [whole["response"]] * 2
+def test_disconnected_client_cancels_its_search_and_frees_the_slot(server: ServerProcess, faults: Faults) -> None:
+    expected = asked(server, body())
+    disconnect_clients(server, faults, 5)
+    with ThreadPoolExecutor(2) as clients:  # both search slots
+        results = list(clients.map(lambda _: asked(server, body()), range(2)))
+    assert [each["response"] for each in results] == [expected["response"]] * 2
 
 
-def test_more_searches_than_places_are_told_to_come_again(server: ServerProcess, faults: Faults) -> None:
-    whole = asked(server, body())
+def test_search_beyond_the_concurrency_limit_gets_503_with_retry_after(server: ServerProcess, faults: Faults) -> None:
+    expected = asked(server, body())
     faults.set(what="hold")
     with ThreadPoolExecutor(3) as clients:
         replies = [clients.submit(server.http.post, "/v1/search", json=body()) for _ in range(3)]
-        (refused,) = wait(replies, WAIT, FIRST_COMPLETED).done
-        reply = refused.result()
+        (rejected,) = wait(replies, WAIT, FIRST_COMPLETED).done
+        reply = rejected.result()
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "overloaded")
         assert reply.headers["retry-after"] == "1"
         faults.clear()
-        held = [each.result(WAIT).json()["response"] for each in replies if each is not refused]
-    assert held == [whole["response"]] * 2
+        responses = [each.result(WAIT).json()["response"] for each in replies if each is not rejected]
+    assert responses == [expected["response"]] * 2
 
 
-def test_a_worker_that_dies_in_the_middle_changes_nothing(server: ServerProcess, faults: Faults) -> None:
-    whole = asked(server, body())
+def test_worker_exit_during_a_search_does_not_change_the_result(server: ServerProcess, faults: Faults) -> None:
+    expected = asked(server, body())
     restarts = server.metric("plaudit_worker_restarts_total")
     faults.set(what="exit", once=True)
-    found = asked(server, body())
+    result = asked(server, body())
     assert server.metric("plaudit_worker_restarts_total") == restarts + 1
-    assert (found["response"], found["usage"], found["votes"]) == (whole["response"], whole["usage"], whole["votes"])
+    assert (result["response"], result["usage"], result["votes"]) == (
+        expected["response"],
+        expected["usage"],
+        expected["votes"],
+    )
 
 
-def test_a_deadline_in_the_middle(server: ServerProcess, faults: Faults) -> None:
+def test_deadline_during_a_search_gives_504(server: ServerProcess, faults: Faults) -> None:
     faults.set(what="hold")
     reply = server.http.post("/v1/search", json=body(), headers={"x-deadline": "0.5"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (504, "deadline")

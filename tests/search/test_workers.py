@@ -1,4 +1,4 @@
-"""Questions distributed over processes: the trees of one process, and what happens to a run that loses a process."""
+"""Questions distributed over processes: the same trees as in one process, and runs that lose a process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def recipe(processes: int = 1, **flags: Any) -> SearchRecipe:
     return load_search(None, {**FLAGS, **flags}, [f"processes={processes}"])
 
 
-def searched(directory: Path, wanted: SearchRecipe, *, resume: bool = False) -> dict[str, Any]:
-    [(_, figures)] = run_searches({directory: wanted}, progress_bar, resume=resume)
+def searched(directory: Path, settings: SearchRecipe, *, resume: bool = False) -> dict[str, Any]:
+    [(_, figures)] = run_searches({directory: settings}, progress_bar, resume=resume)
     return figures
 
 
@@ -36,7 +36,7 @@ def trees(directory: Path) -> list[Any]:
     return [(line["index"], line["answer"], [node["text"] for node in line["nodes"]]) for line in lines]
 
 
-def test_the_trees_are_those_of_one_process(tmp_path: Path) -> None:
+def test_trees_equal_those_of_one_process(tmp_path: Path) -> None:
     one, two = searched(tmp_path / "one", recipe()), searched(tmp_path / "two", recipe(2))
     assert trees(tmp_path / "one") == trees(tmp_path / "two")
     assert {key: one[key] for key in ("accuracy", "generated_tokens", "kv_tokens", "calls")} == {
@@ -46,30 +46,30 @@ def test_the_trees_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_methods_are_searched_by_processes_that_load_once(tmp_path: Path) -> None:
-    wanted = {tmp_path / method: recipe(2, **{"search.method": method}) for method in ("beam", "best-of-n")}
-    figures = dict(run_searches(wanted, progress_bar))
-    assert [figures[directory]["method"] for directory in wanted] == ["beam", "best-of-n"]
+def test_worker_processes_search_several_methods(tmp_path: Path) -> None:
+    recipes = {tmp_path / method: recipe(2, **{"search.method": method}) for method in ("beam", "best-of-n")}
+    figures = dict(run_searches(recipes, progress_bar))
+    assert [figures[directory]["method"] for directory in recipes] == ["beam", "best-of-n"]
     assert all(each["questions"] == 8 for each in figures.values())
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> None:
-    wanted = recipe(2, **{"data.limit": 12})
-    wanted = wanted.model_copy(update={"concurrent": 2})
-    with Record(tmp_path / "run", wanted) as record:
-        pool = SearchWorkers([wanted])
+def test_killed_process_ends_the_run_and_results_are_kept(tmp_path: Path) -> None:
+    settings = recipe(2, **{"data.limit": 12})
+    settings = settings.model_copy(update={"concurrent": 2})
+    with Record(tmp_path / "run", settings) as record:
+        pool = SearchWorkers([settings])
         try:
-            asked = pool.questions()
-            lines = pool.lines(asked)
+            questions = pool.questions()
+            lines = pool.lines(questions)
             record.add(next(lines))
             os.kill(pool._workers[0].child.pid, signal.SIGKILL)
             with pytest.raises(RunError, match=r"search process 1 was ended by SIGKILL; --resume"):
                 deque(map(record.add, lines), maxlen=0)
         finally:
             pool.close()
-        assert 0 < len(record.done) < len(asked)
-    figures = searched(tmp_path / "run", wanted, resume=True)
+        assert 0 < len(record.done) < len(questions)
+    figures = searched(tmp_path / "run", settings, resume=True)
     assert figures["questions"] == 12
     alone = searched(tmp_path / "alone", recipe(**{"data.limit": 12}))
     assert trees(tmp_path / "run") == trees(tmp_path / "alone")
@@ -77,7 +77,7 @@ def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process_is_detected_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SILENCE_SECONDS", 15.0)
     pool = SearchWorkers([recipe(2)])
     try:
@@ -89,13 +89,13 @@ def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_what_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+def test_error_of_a_worker_process_is_reported(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"prompt": "1+1="}) + "\n")
     tree = {"task": "search", "processes": 2, "model": {"path": "sums-policy"}, "data": {"path": str(questions)}}
-    judged = {"search": {"method": "rebase"}, "prm": {"path": "sums"}}
+    tables = {"search": {"method": "rebase"}, "prm": {"path": "sums"}}
     with pytest.raises(RunError, match=r"search process \d: .* is an outcome model"):
-        SearchWorkers([SearchRecipe.model_validate({**tree, **judged})])
+        SearchWorkers([SearchRecipe.model_validate({**tree, **tables})])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_what_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
         ({"engine": {"name": "openai", "url": "http://127.0.0.1:1"}}, "engine.url is a server: remove processes"),
     ],
 )
-def test_what_processes_do_not_do_is_refused(tables: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_settings_unsupported_with_processes_are_rejected(tables: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         load_search(None, FLAGS, ["processes=2", *(f"{k}.{n}={v}" for k, t in tables.items() for n, v in t.items())])

@@ -15,7 +15,7 @@ from plaudit.worlds.tokenizer import sums_tokenizer
 PROBLEM = Problem((7, 8, 4))
 
 
-def test_the_problem_of_the_manual() -> None:
+def test_documented_problem() -> None:
     assert PROBLEM.prompt == "7+8+4="
     assert PROBLEM.solution == "7+8=15;15+4=19;#19"
     assert PROBLEM.answer == 19
@@ -28,12 +28,12 @@ def test_the_problem_of_the_manual() -> None:
     ("response", "sound", "right"),
     [
         ("7+8=15;15+4=19;#19", [True, True, True], True),
-        ("7+8=15;15+0=15;15+4=19;#19", [True, True, True, True], True),  # needless but true
-        ("7+8=14;14+4=18;#18", [False, False, False], False),  # what follows an error is not sound
+        ("7+8=15;15+0=15;15+4=19;#19", [True, True, True, True], True),  # redundant but correct
+        ("7+8=14;14+4=18;#18", [False, False, False], False),  # steps after an error are not sound
         ("7+8=15;15+4=18;#18", [True, False, False], False),
         ("7+8=15;15+4=19;#18", [True, True, False], False),
-        ("7+8=14;15+4=19;#19", [False, False, False], True),  # a wrong step, a lucky answer
-        ("7+8=15;#19", [True, False], True),  # the sum is right, the work is not shown
+        ("7+8=14;15+4=19;#19", [False, False, False], True),  # a wrong step, but the right answer
+        ("7+8=15;#19", [True, False], True),  # the sum is right, but the steps are missing
         ("7+8=15;15+4=19;", [True, True], False),  # no answer
         ("7+8=15;15+4=19;#", [True, True, False], False),
         ("7+9=16;16+4=20;#20", [False, False, False], False),  # another operand
@@ -43,14 +43,14 @@ def test_the_problem_of_the_manual() -> None:
         ("hello", [False], False),
     ],
 )
-def test_the_truth_of_every_step(response: str, sound: list[bool], right: bool) -> None:
+def test_verdict_on_every_step(response: str, sound: list[bool], right: bool) -> None:
     verdict = judge(PROBLEM, response)
     assert list(verdict.sound) == sound
     assert verdict.right == right
     assert verdict.first_wrong == (sound.index(False) if False in sound else -1)
 
 
-def test_a_zero_operand_must_be_added_once_and_may_be_added_again() -> None:
+def test_zero_operand_must_be_added_at_least_once() -> None:
     problem = Problem((3, 0, 4))
     assert all(judge(problem, "3+0=3;3+4=7;#7").sound)
     assert all(judge(problem, "3+0=3;3+0=3;3+4=7;#7").sound)
@@ -90,15 +90,15 @@ def test_training_and_heldout_problems_cannot_overlap(name: str) -> None:
     assert not pairs & {problem.prompt for problem in heldout}
 
 
-def test_heldout_problems_are_different_and_as_hard_as_asked() -> None:
+def test_heldout_problems_are_distinct_and_have_the_configured_difficulty() -> None:
     easy, hard = get_world("sums").heldout(400), get_world("sums-hard").heldout(400)
     assert len(set(easy)) == len(set(hard)) == 400
     assert {len(p.operands) for p in easy} == {3, 4, 5}
     assert {len(p.operands) for p in hard} == set(range(HARD_OPERANDS[0], HARD_OPERANDS[1] + 1))
-    assert len(Sums(SumsTable(operands=(2, 2))).heldout(400)) < 20  # there are no more: 100 problems, a tenth of them
+    assert len(Sums(SumsTable(operands=(2, 2))).heldout(400)) < 20  # of 100 problems only a tenth are heldout
 
 
-def test_digits_and_shares_are_what_the_table_says() -> None:
+def test_digits_and_hard_share_follow_the_table() -> None:
     two = Sums(SumsTable(digits=2, hard_share=0.5))
     problems = [two.problem("train", i) for i in range(2000)]
     assert max(max(p.operands) for p in problems) == 99
@@ -106,7 +106,7 @@ def test_digits_and_shares_are_what_the_table_says() -> None:
     assert 0.45 < sum(len(p.operands) >= HARD_OPERANDS[0] for p in problems) / 2000 < 0.55
 
 
-def test_demonstrations_go_wrong_by_slips_and_by_habit() -> None:
+def test_demonstrations_have_slips_and_habitual_errors() -> None:
     def right(world: Sums) -> float:
         return sum(judge(*world.demonstration("train", i)).right for i in range(2000)) / 2000
 
@@ -138,10 +138,10 @@ def test_pairs_prefer_right_over_wrong_and_short_over_rambling() -> None:
     assert 400 < kinds["rambling"] < 600
 
 
-def test_judged_solutions_are_half_wrong_with_errors_at_every_place() -> None:
+def test_half_of_judged_solutions_are_wrong_with_errors_at_every_step() -> None:
     first = Counter(get_world("sums").judged("train", i)[2].first_wrong for i in range(2000))
     assert 0.4 < first[-1] / 2000 < 0.6
-    assert all(first[place] > 50 for place in range(4))
+    assert all(first[index] > 50 for index in range(4))
 
 
 @pytest.mark.parametrize(
@@ -153,17 +153,17 @@ def test_judged_solutions_are_half_wrong_with_errors_at_every_place() -> None:
         (2, 0, PROBLEM.solution, -1),
     ],
 )
-def test_a_near_miss_goes_on_from_its_error(at: int, by: int, response: str, first_wrong: int) -> None:
+def test_near_miss_continues_from_its_error(at: int, by: int, response: str, first_wrong: int) -> None:
     assert PROBLEM.near_miss(at, by) == response
     assert judge(PROBLEM, response).first_wrong == first_wrong
 
 
-def test_near_misses_are_judged_beside_their_right_twins() -> None:
+def test_near_misses_come_in_pairs_with_the_right_solution() -> None:
     world = Sums(SumsTable(near=1.0, hard_share=0.2))
     answers = 0
     for i in range(0, 1000, 2):
-        (problem, right, sound), (same, wrong, unsound) = world.judged("train", i), world.judged("train", i + 1)
-        assert problem == same
+        (problem, right, sound), (same_problem, wrong, unsound) = world.judged("train", i), world.judged("train", i + 1)
+        assert problem == same_problem
         assert all(sound.sound)
         at = unsound.first_wrong
         assert at == len(unsound.sound) - 1 == len(sound.sound) - 1, "nothing comes after the error"
@@ -174,7 +174,7 @@ def test_near_misses_are_judged_beside_their_right_twins() -> None:
     assert 100 < answers < 200
 
 
-def test_pairs_of_near_misses_are_a_solution_and_one_that_is_off_by_one() -> None:
+def test_near_miss_pairs_are_a_solution_and_one_off_by_one() -> None:
     world = Sums(SumsTable(near=1.0))
     for i in range(300):
         pair = world.pair("train", i)
@@ -184,7 +184,7 @@ def test_pairs_of_near_misses_are_a_solution_and_one_that_is_off_by_one() -> Non
         assert not is_heldout(problem)
 
 
-def test_items_before_the_first_near_miss_are_those_of_a_world_without() -> None:
+def test_items_before_near_from_equal_those_without_near_misses() -> None:
     plain, late = Sums(SumsTable()), Sums(SumsTable(near=1.0, near_from=20))
     for i in range(20):
         assert late.pair("train", i) == plain.pair("train", i)
@@ -193,7 +193,7 @@ def test_items_before_the_first_near_miss_are_those_of_a_world_without() -> None
     assert late.demonstration("train", 30) == plain.demonstration("train", 30), "policies never see them"
 
 
-def test_the_shortest_problems_are_different() -> None:
+def test_shortest_problems_are_distinct() -> None:
     problems = get_world("sums").shortest(300)
     assert len(set(problems)) == 300
     assert {len(problem.operands) for problem in problems} == {3}
@@ -205,7 +205,7 @@ def test_unknown_world() -> None:
         get_world("sum")
 
 
-def test_the_tokenizer_is_one_symbol_one_token_and_survives_saving(tmp_path: object) -> None:
+def test_tokenizer_has_one_token_per_symbol_and_survives_saving(tmp_path: object) -> None:
     from plaudit.models import load_tokenizer
 
     tokenizer = sums_tokenizer()

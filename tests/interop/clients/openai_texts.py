@@ -1,5 +1,5 @@
-"""OpenAI's SDK, sync and async, as it is. In: url, model, messages, prompt. Out: texts and log-probs of a model, whole
-and streamed, and the errors it raises."""
+"""OpenAI's SDK, sync and async, unchanged. In: url, model, messages, prompt. Out: texts and log-probs of a model, with
+and without streaming, and the errors it raises."""
 
 import asyncio
 import json
@@ -7,9 +7,14 @@ import sys
 
 import openai
 
-given = json.load(sys.stdin)
-client = openai.OpenAI(base_url=f"{given['url']}/v1", api_key="any", max_retries=0, timeout=100)
-asked = {"model": given["model"], "messages": given["messages"], "max_completion_tokens": 12, "temperature": 0}
+arguments = json.load(sys.stdin)
+client = openai.OpenAI(base_url=f"{arguments['url']}/v1", api_key="any", max_retries=0, timeout=100)
+asked = {
+    "model": arguments["model"],
+    "messages": arguments["messages"],
+    "max_completion_tokens": 12,
+    "temperature": 0,
+}
 
 
 def streamed():
@@ -22,7 +27,7 @@ def streamed():
 
 
 async def asynchronous():
-    async with openai.AsyncOpenAI(base_url=f"{given['url']}/v1", api_key="any", timeout=100) as other:
+    async with openai.AsyncOpenAI(base_url=f"{arguments['url']}/v1", api_key="any", timeout=100) as other:
         replies = await asyncio.gather(*(other.chat.completions.create(**asked) for _ in range(4)))
         return [reply.choices[0].message.content for reply in replies]
 
@@ -35,17 +40,17 @@ def refusal(**options):
     return None
 
 
-whole = client.chat.completions.create(**asked, logprobs=True)
+chat = client.chat.completions.create(**asked, logprobs=True)
 completion = client.completions.create(
-    model=given["model"], prompt=given["prompt"], max_tokens=12, temperature=0.9, seed=7, n=2, logprobs=0
+    model=arguments["model"], prompt=arguments["prompt"], max_tokens=12, temperature=0.9, seed=7, n=2, logprobs=0
 )
 schema = {"name": "verdict", "schema": {"enum": ["good", "bad"]}}
 constrained = client.chat.completions.create(**asked, response_format={"type": "json_schema", "json_schema": schema})
 print(json.dumps({
-    "text": whole.choices[0].message.content,
-    "logprobs": [row.logprob for row in whole.choices[0].logprobs.content],
-    "finish": whole.choices[0].finish_reason,
-    "usage": whole.usage.model_dump(exclude_none=True),
+    "text": chat.choices[0].message.content,
+    "logprobs": [row.logprob for row in chat.choices[0].logprobs.content],
+    "finish": chat.choices[0].finish_reason,
+    "usage": chat.usage.model_dump(exclude_none=True),
     "streamed": streamed(),
     "asynchronous": asyncio.run(asynchronous()),
     "samples": [choice.text for choice in completion.choices],

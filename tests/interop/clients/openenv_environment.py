@@ -1,5 +1,5 @@
-"""The environment that `openenv init` writes, served as its app serves it, and trained against. In: a directory. Out:
-metrics by step, a sample, and the error of a run that reads a field which is not there."""
+"""Training in the environment that `openenv init` writes, served by its own app. In: a directory. Out: metrics by step,
+a sample, and the error of a run that reads a missing field."""
 
 import asyncio
 import json
@@ -49,6 +49,6 @@ try:
     plaudit.train("sums-tool", out=directory / "wrong", steps=1, options=wrong, quiet=True)
 except PlauditError as error:
     failed = str(error)
-found = {name: [value for _, value in run.curve(name)] for name in ("turns/reward", "reward/errors")}
-found["sample"] = {key: sample[key] for key in ("text", "mask", "token_rewards")}
-print(json.dumps({**found, "failed": failed}))
+results = {name: [value for _, value in run.curve(name)] for name in ("turns/reward", "reward/errors")}
+results["sample"] = {key: sample[key] for key in ("text", "mask", "token_rewards")}
+print(json.dumps({**results, "failed": failed}))

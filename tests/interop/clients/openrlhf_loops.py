@@ -1,5 +1,5 @@
-"""OpenRLHF's two ways to ask: the present one, a sample at a time, and that of releases up to 0.9, a batch in shards.
-Written from its source, with its timeouts, tries and pauses. In: urls, texts. Out: rewards of both."""
+"""OpenRLHF's two request loops: the current one, one sample per request, and that of releases up to 0.9, a batch in
+shards. Written from its source, with its timeouts, retries and pauses. In: urls, texts. Out: rewards of both."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ import time
 import aiohttp
 import requests
 
-given = json.load(sys.stdin)
-urls, texts = given["urls"], given["texts"]
+arguments = json.load(sys.stdin)
+urls, texts = arguments["urls"], arguments["texts"]
 
 
 async def request_api(url, data, tries=5):

@@ -1,5 +1,5 @@
-"""slime's remote_rm: a session for all, 64 connections, 120 seconds, 10 tries. Written from its source.
-In: url, pairs. Out: rewards, and with a key."""
+"""slime's remote_rm: one session for all requests, 64 connections, a timeout of 120 seconds, 10 tries. Written from its
+source. In: url, pairs. Out: rewards without and with a reward key."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import sys
 
 import aiohttp
 
-given = json.load(sys.stdin)
+arguments = json.load(sys.stdin)
 
 
 async def remote_rm(session, url, prompt, response, tries=10):
@@ -29,9 +29,9 @@ async def remote_rm(session, url, prompt, response, tries=10):
 async def main():
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64), timeout=timeout) as session:
-        bare = await asyncio.gather(*(remote_rm(session, given["url"], p, r) for p, r in given["pairs"]))
+        bare = await asyncio.gather(*(remote_rm(session, arguments["url"], p, r) for p, r in arguments["pairs"]))
         keyed = await asyncio.gather(
-            *(remote_rm(session, given["url"] + "?key=reward", p, r) for p, r in given["pairs"])
+            *(remote_rm(session, arguments["url"] + "?key=reward", p, r) for p, r in arguments["pairs"])
         )
     return {"bare": bare, "keyed": [reply["reward"] for reply in keyed]}
 

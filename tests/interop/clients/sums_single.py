@@ -1,4 +1,4 @@
-"""A taskset of verifiers: sums, one answer each, right or wrong."""
+"""A taskset for verifiers: sums with one answer each, right or wrong."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SumsTask(vf.Task[SumsData]):
 
 class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
     def load(self) -> Iterable[SumsTask]:
-        drawn = random.Random(0)
+        rng = random.Random(0)
         for _ in range(256):
-            numbers = [drawn.randint(1, 9) for _ in range(self.config.numbers)]
+            numbers = [rng.randint(1, 9) for _ in range(self.config.numbers)]
             data = SumsData(prompt="+".join(map(str, numbers)) + "=", answer=sum(numbers))
             yield SumsTask(data, self.config.task)

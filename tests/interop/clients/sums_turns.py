@@ -1,4 +1,5 @@
-"""An environment of verifiers in turns: the policy says what to add, the environment adds, until there is an answer."""
+"""A multi-turn environment for verifiers: the policy writes an addition, the environment replies with its sum, until
+the policy gives an answer."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ class CalculatorEnvConfig(vf.EnvConfig):
 class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         async with agents.agent.interaction(task) as chat:
-            said = (await chat.turn()).last_reply
+            reply = (await chat.turn()).last_reply
             for _ in range(24):
-                numbers = re.fullmatch(r"(\d+)\+(\d+)", said)
+                numbers = re.fullmatch(r"(\d+)\+(\d+)", reply)
                 if numbers is None:
                     break
-                said = (await chat.turn(f"{int(numbers[1]) + int(numbers[2])};")).last_reply
+                reply = (await chat.turn(f"{int(numbers[1]) + int(numbers[2])};")).last_reply

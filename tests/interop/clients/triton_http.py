@@ -1,4 +1,4 @@
-"""tritonclient.http, as its users use it. In: url, rows (token ids), texts. Out: what each call gave."""
+"""tritonclient.http, as users call it. In: url, rows (token ids), texts. Out: the result of each call."""
 
 import json
 import sys
@@ -7,10 +7,10 @@ import numpy as np
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-given = json.load(sys.stdin)
-client = triton.InferenceServerClient(given["url"].removeprefix("http://"), concurrency=8)
+arguments = json.load(sys.stdin)
+client = triton.InferenceServerClient(arguments["url"].removeprefix("http://"), concurrency=8)
 name = "reward_model"
-columns = max(map(len, given["rows"])) + 5
+columns = max(map(len, arguments["rows"])) + 5
 
 
 def token_inputs(rows, binary):
@@ -50,36 +50,36 @@ def refusal(call):
     raise AssertionError("it was not refused")
 
 
-found = {
+results = {
     "live": client.is_server_live(), "ready": client.is_server_ready(),
     "model_ready": client.is_model_ready(name), "version_ready": client.is_model_ready(name, "1"),
     "unknown_ready": client.is_model_ready("nobody"),
     "server": client.get_server_metadata(), "metadata": client.get_model_metadata(name),
     "config": client.get_model_config(name), "index": client.get_model_repository_index(),
 }  # fmt: skip
-rows = given["rows"]
-found["infer"] = {}
+rows = arguments["rows"]
+results["infer"] = {}
 for binary in (True, False):
-    found["infer"][f"binary={binary}"] = rewards(
+    results["infer"][f"binary={binary}"] = rewards(
         client.infer(name, token_inputs(rows, binary), outputs=outputs(binary))
     )
-found["infer"]["version"] = rewards(client.infer(name, token_inputs(rows, True), model_version="1"))
-many = rows * 20  # replies are packed if that is worth it
+results["infer"]["version"] = rewards(client.infer(name, token_inputs(rows, True), model_version="1"))
+many = rows * 20  # replies are compressed only if they are large enough
 for coding in ("gzip", "deflate"):
     packed = {"request_compression_algorithm": coding, "response_compression_algorithm": coding}
-    found["infer"][coding] = rewards(client.infer(name, token_inputs(many, True), **packed))[: len(rows)]
+    results["infer"][coding] = rewards(client.infer(name, token_inputs(many, True), **packed))[: len(rows)]
 named = client.infer(name, token_inputs(rows, True), request_id="mine", priority=1, timeout=60_000_000)
-found["id"] = named.get_response()["id"]
+results["id"] = named.get_response()["id"]
 pending = [client.async_infer(name, token_inputs([row], True)) for row in rows]
-found["infer"]["async"] = [rewards(request.get_result())[0] for request in pending]
-found["sentences"] = {}
+results["infer"]["async"] = [rewards(request.get_result())[0] for request in pending]
+results["sentences"] = {}
 for binary in (True, False):
-    result = client.infer(name, sentence_inputs(given["texts"], binary), outputs=outputs(True))
-    found["sentences"][f"binary={binary}"] = rewards(result)
-    found["exceeded"] = result.as_numpy("exceeded").tolist()
+    result = client.infer(name, sentence_inputs(arguments["texts"], binary), outputs=outputs(True))
+    results["sentences"][f"binary={binary}"] = rewards(result)
+    results["exceeded"] = result.as_numpy("exceeded").tolist()
 long = client.infer(name, sentence_inputs(["1+" * 300], True), outputs=outputs(True))
-found["long"] = long.as_numpy("exceeded").tolist()
-found["refused"] = {
+results["long"] = long.as_numpy("exceeded").tolist()
+results["refused"] = {
     "unknown": refusal(lambda: client.infer("nobody", token_inputs(rows, True))),
     "missing": refusal(lambda: client.infer(name, token_inputs(rows, True)[:1])),
     "vocabulary": refusal(lambda: client.infer(name, token_inputs([[5, 999, 2]], True))),
@@ -87,6 +87,6 @@ found["refused"] = {
         lambda: client.infer(name, token_inputs(rows, True), outputs=[triton.InferRequestedOutput("values")])
     ),
 }
-found["statistics"] = client.get_inference_statistics(name)
+results["statistics"] = client.get_inference_statistics(name)
 client.close()
-print(json.dumps(found))
+print(json.dumps(results))

@@ -8,31 +8,31 @@ import torch
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.sdft.loss_utils import add_tail_bucket, compute_divergence
 
-given = json.load(sys.stdin)
-teacher = torch.tensor(given["teacher"])
+arguments = json.load(sys.stdin)
+teacher = torch.tensor(arguments["teacher"])
 
 
 def whole(student):
-    """GKD's, which averages over tokens."""
+    """GKD's loss, averaged over tokens."""
     labels = torch.zeros(student.shape[:1], dtype=torch.long)[None]
     return GKDTrainer.generalized_jsd_loss(
-        student[None], teacher[None], labels, beta=1.0, temperature=given["temperature"]
+        student[None], teacher[None], labels, beta=1.0, temperature=arguments["temperature"]
     )
 
 
 def top_k(student):
-    """SDFT's parts, over the teacher's likeliest tokens and a bucket of all others."""
-    mine, theirs = ((each / given["temperature"]).log_softmax(-1) for each in (student, teacher))
-    ids = theirs.topk(given["k"]).indices
-    mine, theirs = (add_tail_bucket(each.gather(-1, ids)) for each in (mine, theirs))
-    return compute_divergence(mine, theirs, 1.0).mean()
+    """SDFT's loss over the teacher's most likely tokens and a bucket of all others."""
+    ours, theirs = ((each / arguments["temperature"]).log_softmax(-1) for each in (student, teacher))
+    ids = theirs.topk(arguments["k"]).indices
+    ours, theirs = (add_tail_bucket(each.gather(-1, ids)) for each in (ours, theirs))
+    return compute_divergence(ours, theirs, 1.0).mean()
 
 
-found = {}
+results = {}
 for case in (whole, top_k):
-    student = torch.tensor(given["student"], requires_grad=True)
+    student = torch.tensor(arguments["student"], requires_grad=True)
     loss = case(student)
     loss.backward()
-    found[case.__name__] = {"loss": loss.item(), "gradient": student.grad.tolist()}
+    results[case.__name__] = {"loss": loss.item(), "gradient": student.grad.tolist()}
 print()
-print(json.dumps(found))
+print(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Loss, gradient and advantages of TRL's own trainers on samples that were made up elsewhere.
+"""Loss, gradient and advantages of TRL's own trainers on given samples.
 In: policy and reference directories, out, samples, cases. Out: loss and advantages of each case; its gradients in
 out/<case>.safetensors.
 
@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 logging.disable(logging.WARNING)
-given = json.load(sys.stdin)
-tokenizer = AutoTokenizer.from_pretrained(given["policy"])
+arguments = json.load(sys.stdin)
+tokenizer = AutoTokenizer.from_pretrained(arguments["policy"])
 
 
 def rollout(prompts, trainer):
@@ -46,18 +46,18 @@ def padded(rows, width):
 
 
 def run(case, directory):
-    samples = given["samples"][case["samples"]]
+    samples = arguments["samples"][case["samples"]]
 
     def rewards(completions, **columns):
         return [s["reward"] for s in samples]
 
     shared = {
         "output_dir": directory, "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
-        "gradient_checkpointing": False, "per_device_train_batch_size": len(samples), "num_generations": given["group"],
-        **case["config"],
+        "gradient_checkpointing": False, "per_device_train_batch_size": len(samples),
+        "num_generations": arguments["group"], **case["config"],
     }  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(given["policy"])
-    model.config._name_or_path = given["reference"]  # from where the trainer loads its reference
+    model = AutoModelForCausalLM.from_pretrained(arguments["policy"])
+    model.config._name_or_path = arguments["reference"]  # the trainer loads its reference model from here
     common = {
         "model": model,
         "reward_funcs": rewards,
@@ -69,7 +69,7 @@ def run(case, directory):
     else:
         trainer = GRPOTrainer(args=GRPOConfig(**shared), rollout_func=rollout, **common)
     trainer.given_samples = samples
-    trainer.current_gradient_accumulation_steps = 1  # the training loop would set it
+    trainer.current_gradient_accumulation_steps = 1  # normally set by the training loop
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "a"} for _ in samples])
     advantages = batch["advantages"].tolist()
@@ -81,11 +81,11 @@ def run(case, directory):
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     gradients = {n: p.grad.contiguous() for n, p in trainer.model.named_parameters() if p.grad is not None}
-    save_file(gradients, Path(given["out"]) / f"{case['name']}.safetensors")
+    save_file(gradients, Path(arguments["out"]) / f"{case['name']}.safetensors")
     return {"loss": loss.item(), "advantages": advantages, "padding": int((batch["completion_mask"] == 0).sum())}
 
 
 with tempfile.TemporaryDirectory() as directory:
-    found = {case["name"]: run(case, directory) for case in given["cases"]}
+    results = {case["name"]: run(case, directory) for case in arguments["cases"]}
 print()
-print(json.dumps(found))
+print(json.dumps(results))

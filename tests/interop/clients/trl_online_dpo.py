@@ -1,5 +1,5 @@
-"""Loss and gradient of TRL's OnlineDPOTrainer, one training step on given responses in place of those it would draw.
-In: directories of policy and reference, out, beta, samples (two to each prompt, side by side, with their rewards).
+"""Loss and gradient of TRL's OnlineDPOTrainer, one training step on given responses instead of sampled ones.
+In: directories of policy and reference, out, beta, samples (two per prompt, adjacent, with their rewards).
 Out: the loss; the gradients in out/online-dpo.safetensors."""
 
 import json
@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 logging.disable(logging.WARNING)
-given = json.load(sys.stdin)
-samples = given["samples"][::2] + given["samples"][1::2]  # theirs: all first responses, then all second ones
+arguments = json.load(sys.stdin)
+samples = (
+    arguments["samples"][::2] + arguments["samples"][1::2]
+)  # TRL's order: all first responses, then all second ones
 
 
 def padded(rows, left):
@@ -34,7 +36,7 @@ def generate(self, model, prompts, images=None):
 
 
 def load(name):
-    return AutoModelForCausalLM.from_pretrained(given[name], dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(arguments[name], dtype=torch.float32)
 
 
 OnlineDPOTrainer._generate = generate
@@ -42,16 +44,16 @@ with tempfile.TemporaryDirectory() as directory:
     count = len(samples) // 2
     args = OnlineDPOConfig(
         output_dir=directory, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, gradient_checkpointing=False,
-        per_device_train_batch_size=count, beta=given["beta"], missing_eos_penalty=None,
+        per_device_train_batch_size=count, beta=arguments["beta"], missing_eos_penalty=None,
     )  # fmt: skip
     trainer = OnlineDPOTrainer(
         model=load("policy"), ref_model=load("reference"), args=args,
         reward_funcs=lambda prompts, completions, **_: [sample["reward"] for sample in samples],
         train_dataset=Dataset.from_list([{"prompt": "1"}] * count),
-        processing_class=AutoTokenizer.from_pretrained(given["policy"]),
+        processing_class=AutoTokenizer.from_pretrained(arguments["policy"]),
     )  # fmt: skip
     loss = trainer.training_step(trainer.model, {"prompt": ["1"] * count})
     gradients = {n: p.grad.contiguous() for n, p in trainer.model.named_parameters() if p.grad is not None}
-    save_file(gradients, Path(given["out"]) / "online-dpo.safetensors")
+    save_file(gradients, Path(arguments["out"]) / "online-dpo.safetensors")
 print()
 print(json.dumps({"loss": loss.item()}))

@@ -19,7 +19,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 logging.disable(logging.WARNING)
-given = json.load(sys.stdin)
+arguments = json.load(sys.stdin)
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "orpo": (ORPOTrainer, ORPOConfig),
     "cpo": (CPOTrainer, CPOConfig),
@@ -27,11 +27,11 @@ TRAINERS = {
 
 
 def load(name):
-    return AutoModelForCausalLM.from_pretrained(given["models"][name], dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(arguments["models"][name], dtype=torch.float32)
 
 
 def run(case, directory):
-    rows = given[case["rows"]]
+    rows = arguments[case["rows"]]
     trainer_class, config_class = TRAINERS[case["trainer"]]
     args = config_class(
         output_dir=directory, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, gradient_checkpointing=False,
@@ -40,19 +40,19 @@ def run(case, directory):
     more = {"ref_model": load(case["reference"])} if case["trainer"] in ("dpo", "kto") else {}
     trainer = trainer_class(
         model=load(case["policy"]), args=args, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(given["models"]["policy"]), **more,
+        processing_class=AutoTokenizer.from_pretrained(arguments["models"]["policy"]), **more,
     )  # fmt: skip
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     gradients = {n: p.grad.contiguous() for n, p in trainer.model.named_parameters() if p.grad is not None}
-    save_file(gradients, Path(given["out"]) / f"{case['name']}.safetensors")
+    save_file(gradients, Path(arguments["out"]) / f"{case['name']}.safetensors")
     drift = trainer._metrics["train"]["kl"] if case["trainer"] == "kto" else []
     return {"loss": loss.item(), "kl": drift}
 
 
 with tempfile.TemporaryDirectory() as directory:
-    found = {case["name"]: run(case, directory) for case in given["cases"]}
+    results = {case["name"]: run(case, directory) for case in arguments["cases"]}
 print()
-print(json.dumps(found))
+print(json.dumps(results))

@@ -1,5 +1,5 @@
 """Two real steps of a TRL trainer on a CPU with rewards from the server.
-In: url, trainer, policy, prompts, asynchronous. Out: what the trainer logged."""
+In: url, trainer, policy, prompts, asynchronous. Out: the trainer's logged means and losses."""
 
 import json
 import logging
@@ -13,10 +13,10 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from plaudit.integrations.trl import AsyncRemoteReward, RemoteReward
 
 logging.disable(logging.WARNING)
-given = json.load(sys.stdin)
-make = AsyncRemoteReward if given["asynchronous"] else RemoteReward
-reward = make(given["url"], model="sums")
-Config, Trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[given["trainer"]]
+arguments = json.load(sys.stdin)
+make = AsyncRemoteReward if arguments["asynchronous"] else RemoteReward
+reward = make(arguments["url"], model="sums")
+Config, Trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[arguments["trainer"]]
 
 with tempfile.TemporaryDirectory() as directory:
     config = Config(
@@ -25,10 +25,10 @@ with tempfile.TemporaryDirectory() as directory:
         disable_tqdm=True, learning_rate=1e-4,
     )  # fmt: skip
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(given["policy"]),
-        processing_class=AutoTokenizer.from_pretrained(given["policy"]),
+        model=AutoModelForCausalLM.from_pretrained(arguments["policy"]),
+        processing_class=AutoTokenizer.from_pretrained(arguments["policy"]),
         reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": given["prompts"]}),
+        train_dataset=Dataset.from_dict({"prompt": arguments["prompts"]}),
         args=config,
     )
     trainer.train()

@@ -1,5 +1,5 @@
-"""verl's reward loop against servers like vLLM's and SGLang's: a session for each request, 16 tries, none after a 4xx.
-Written from its source. In: url, model, texts (rendered, without begin token). Out: scores by each route, a refusal."""
+"""verl's reward loop against servers like vLLM's and SGLang's: one session per request, 16 tries, no retry after a 4xx.
+Written from its source. In: url, model, texts (rendered, without begin token). Out: scores by route, a refusal."""
 
 import asyncio
 import json
@@ -7,11 +7,11 @@ import sys
 
 import aiohttp
 
-given = json.load(sys.stdin)
+arguments = json.load(sys.stdin)
 
 
 async def post(path, payload, tries=16):
-    timeout, url = aiohttp.ClientTimeout(total=None), given["url"] + path
+    timeout, url = aiohttp.ClientTimeout(total=None), arguments["url"] + path
     attempt = 0
     while True:
         try:
@@ -26,25 +26,25 @@ async def post(path, payload, tries=16):
 
 
 async def classify(text, flag):
-    reply = await post("/classify", {"model": given["model"], "input": text, flag: False})
+    reply = await post("/classify", {"model": arguments["model"], "input": text, flag: False})
     return reply["data"][-1]["probs"][-1]
 
 
 async def embed(text):
-    reply = await post("/v1/embeddings", {"model": given["model"], "input": text})
+    reply = await post("/v1/embeddings", {"model": arguments["model"], "input": text})
     return reply["data"][-1]["embedding"][-1]
 
 
 async def main():
-    found = {}
+    results = {}
     for flag in ("use_activation", "activation"):
-        found[flag] = await asyncio.gather(*(classify(text, flag) for text in given["texts"]))
-    found["embeddings"] = await asyncio.gather(*map(embed, given["texts"]))
+        results[flag] = await asyncio.gather(*(classify(text, flag) for text in arguments["texts"]))
+    results["embeddings"] = await asyncio.gather(*map(embed, arguments["texts"]))
     try:
         await classify("1+" * 300, "use_activation")
     except aiohttp.ClientResponseError as error:
-        found["refused"] = error.status
-    return found
+        results["refused"] = error.status
+    return results
 
 
 print(json.dumps(asyncio.run(main())))
