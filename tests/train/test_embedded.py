@@ -33,7 +33,7 @@ TARGETS = {
     "pair_accuracy": (0.95, 1.0),
     "step_auc": (0.97, 1.0),
     "first_wrong_f1": (0.90, 1.0),
-    "near_misses": (0.0, 0.08),  # also for a model trained again, on other processors, too
+    "near_misses": (0.0, 0.08),  # for a model trained again, also on other processors
 }
 # How far a metric of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
 TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08, "near_misses": 0.06}

@@ -54,7 +54,7 @@ def dotted(node: ast.AST) -> str:
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
-def ours(value: Any) -> bool:
+def from_package(value: Any) -> bool:
     kinds = inspect.isfunction(value) or inspect.isclass(value)
     return kinds and str(value.__module__).partition(".")[0] == "reasoning_gym"
 
@@ -75,10 +75,10 @@ def reachable_names(value: Any, owner: type, seen: set[Any]) -> set[str]:
         for part in rest:
             target = getattr(target, part, None)
         target = getattr(target, "__func__", target)
-        targets = [(target, owner)] if ours(target) else []
+        targets = [(target, owner)] if from_package(target) else []
         if isinstance(node, ast.Attribute) and first not in ("self", "cls", *names):
-            classes = [each for each in names.values() if inspect.isclass(each) and ours(each)]
-            targets += [(vars(each)[node.attr], each) for each in classes if ours(vars(each).get(node.attr))]
+            classes = [each for each in names.values() if inspect.isclass(each) and from_package(each)]
+            targets += [(vars(each)[node.attr], each) for each in classes if from_package(vars(each).get(node.attr))]
         for each, its_owner in targets:
             names_found |= reachable_names(each, its_owner, seen)
         if not targets and name.rpartition(".")[2] in RUNS_TEXT and name not in HARMLESS:

@@ -28,14 +28,7 @@ def said(text: str, reward: float | None, **extra: Any) -> Sample:
 
 
 def test_best_responses_are_paired_with_the_worst_while_rewards_differ() -> None:
-    group = [
-        said("a", 0.0),
-        said("b", 1.0),
-        said("c", 0.5),
-        said("d", 0.75),
-        said("e", None),
-        said("f", 0.5),
-    ]
+    group = [said("a", 0.0), said("b", 1.0), said("c", 0.5), said("d", 0.75), said("e", None), said("f", 0.5)]
     assert [(row["chosen"], row["rejected"], row["margin"]) for row in pairs_of(group, 4)] == [
         ("b", "a", 1.0), ("d", "f", 0.25),
     ]  # fmt: skip

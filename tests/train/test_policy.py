@@ -215,7 +215,7 @@ def test_float32_copies_start_spread_over_the_rounding_interval(dtype: torch.dty
 
 
 def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
-    """Two tokens, γ = λ = 1, critic values 0.5 and 1.0: an advantage is the sum of later rewards minus the value."""
+    """Two tokens, γ = λ = 1, critic values 0.5 and 1.0: an advantage is the return minus the value."""
     sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
                      versions=(0, 0), reward=2.0)  # fmt: skip
     algorithm = recipe(

@@ -14,7 +14,7 @@ from tests.forked import ForkedCommand
 from tests.train.rl_world import recipe, weights
 
 pytestmark = pytest.mark.slow
-# Numbers of calls. Evaluations run first, between steps 2 and 3, and last; checkpoints are saved after steps 2 and 4.
+# The call that is signalled. Evaluations run first, between steps 2 and 3, and last; checkpoints after steps 2 and 4.
 CALLS = {
     "prompts": 3, "generation": 4, "scoring": 4, "update": 3, "publication": 3, "evaluation": 2, "saving": 1,
     "last evaluation": 3, "final save": 1,
@@ -52,9 +52,7 @@ def test_a_signal_at_any_place_loses_nothing(tmp_path: Path, straight: Path, pla
     else:
         assert code == 1
         assert "state saved: --resume continues" in output.read_text()
-    done = plaudit_here(
-        "train", str(straight / "recipe.toml"), "--out", str(run), "--resume"
-    )  # the fix that the error names
+    done = plaudit_here("train", str(straight / "recipe.toml"), "--out", str(run), "--resume")  # the suggested fix
     assert done.returncode == 0, done.stderr
     assert figures(run) == figures(straight / "run")
     expected, actual = weights(straight / "run"), weights(run)
