@@ -1,7 +1,7 @@
-"""A rule that holds a run: with PLAUDIT_HELD set to a directory, responses are scored once the run in it (`run`) may
-make another step. `allowed` there says how many it may make; `waiting` is made when it has made them.
+"""A reward function that pauses a run. With PLAUDIT_HELD set to a directory, responses are scored only while the run
+in `run` has made fewer steps than the number in `allowed`; `waiting` is created when it has made them all.
 
-A user's file for `rule = "function"`: it runs in the process of the rule.
+This is a user's file for `rule = "function"`: it runs in the rule's process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from plaudit.events import read_events
 
 
 def score(prompt: Any, response: str, truth: Any) -> float:
-    if place := os.environ.get("PLAUDIT_HELD"):
-        hold(Path(place))
-    return sum(response.encode()) % 7 / 6  # of random weights, too, no two responses have the same for long
+    if directory := os.environ.get("PLAUDIT_HELD"):
+        wait_until_allowed(Path(directory))
+    return sum(response.encode()) % 7 / 6  # random weights, too, soon get different rewards
 
 
-def hold(place: Path) -> None:
-    while made(place / "run") >= int((place / "allowed").read_text()):
-        (place / "waiting").touch()
+def wait_until_allowed(directory: Path) -> None:
+    while made(directory / "run") >= int((directory / "allowed").read_text()):
+        (directory / "waiting").touch()
         time.sleep(0.05)
 
 

@@ -1,5 +1,5 @@
-"""Rows over ranks beside transformers' own forward pass, sequence by sequence. A test runs this on each rank:
-python -m tests.train.rank_context RANKS"""
+"""Compares rows sharded over ranks with transformers' own forward pass, one sequence at a time. A test runs this on
+each rank: python -m tests.train.rank_context RANKS"""
 
 import sys
 from dataclasses import replace
@@ -32,14 +32,14 @@ IDS = ("prompt_ids", "token_ids")
 
 
 def samples(longest: int) -> list[Sample]:
-    """Ragged ones, of which two share their prompt, and one that is longer than all others together."""
-    found = [
+    """Samples of different lengths: two share their prompt, and one is longer than all others together."""
+    ragged = [
         replace(sample, **{name: tuple((t * 11 + 5) % VOCAB for t in getattr(sample, name)) for name in IDS})
         for sample in made_up()
     ]
-    found[1] = replace(found[1], prompt_ids=found[0].prompt_ids)
+    ragged[1] = replace(ragged[1], prompt_ids=ragged[0].prompt_ids)
     ids = tuple((7 * t * t + 3) % VOCAB for t in range(longest))
-    return [*found, answered(found[0], ids)]
+    return [*ragged, answered(ragged[0], ids)]
 
 
 def answered(sample: Sample, ids: tuple[int, ...]) -> Sample:
@@ -51,7 +51,7 @@ def answered(sample: Sample, ids: tuple[int, ...]) -> Sample:
 
 
 def by_itself(module: Any, batch: list[Sample]) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens and entropies before them, 0 where they are not the policy's."""
+    """Log-probs of the response tokens and entropies before them, 0 where a token is not the policy's."""
     logps, entropies = [], []
     for sample in batch:
         ids = torch.tensor([sample.prompt_ids + sample.token_ids])
@@ -67,48 +67,51 @@ def loss_of(logp: Tensor, entropy: Tensor) -> Tensor:
     return (logp * torch.linspace(-1, 1, len(logp)) + 0.1 * entropy).sum()
 
 
-def alike(found: nn.Module, expected: nn.Module, name: str) -> None:
-    for parameter, whole in expected.named_parameters():
-        mine = found.get_parameter(parameter).grad
-        if whole.grad is None:
-            assert mine is None or not mine.full_tensor().any(), (name, parameter)  # type: ignore[union-attr]
+def alike(sharded: nn.Module, expected: nn.Module, name: str) -> None:
+    for parameter, reference in expected.named_parameters():
+        gradient = sharded.get_parameter(parameter).grad
+        if reference.grad is None:
+            assert gradient is None or not gradient.full_tensor().any(), (name, parameter)  # type: ignore[union-attr]
             continue
-        assert isinstance(mine, DTensor), (name, parameter)
-        assert (mine.full_tensor() - whole.grad).norm() < 1e-5 * whole.grad.norm().clamp_min(1e-3), (name, parameter)
+        assert isinstance(gradient, DTensor), (name, parameter)
+        assert (gradient.full_tensor() - reference.grad).norm() < 1e-5 * reference.grad.norm().clamp_min(1e-3), (
+            name,
+            parameter,
+        )
 
 
 def check_family(family: str, batch: list[Sample], ranks: Ranks, recompute: bool = False) -> None:
-    plain, spread = model(family), model(family)
-    use_packed_attention(spread)
+    plain, sharded = model(family), model(family)
+    use_packed_attention(sharded)
     if recompute:
-        spread.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        spread.train()
-    Shards(spread, ranks)
+        sharded.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        sharded.train()
+    Shards(sharded, ranks)
     expected = by_itself(plain, batch)
     loss_of(*expected).backward()  # type: ignore[no-untyped-call]
     responses = pack_responses(batch, torch.device("cpu"), context=ranks.context)
-    rows = hidden_of(spread, responses)
+    rows = hidden_of(sharded, responses)
     assert len(rows) == max(1, len(ranks.context.share(sum(responses.packed.lengths))))
-    found = logprobs_and_entropy(Decoder(spread, "causal"), responses, rows, 1.0, entropy_grad=True)
-    for mine, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=2e-5, msg=family)
-    loss_of(*found).backward()  # type: ignore[no-untyped-call]
-    alike(spread, plain, family)
+    outputs = logprobs_and_entropy(Decoder(sharded, "causal"), responses, rows, 1.0, entropy_grad=True)
+    for value, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=2e-5, msg=family)
+    loss_of(*outputs).backward()  # type: ignore[no-untyped-call]
+    alike(sharded, plain, family)
 
 
 def check_columns(batch: list[Sample], ranks: Ranks) -> None:
-    """Single tokens' log-probs, and the likeliest."""
+    """Log-probs of chosen tokens, and the most likely tokens."""
     module = model("llama")
     use_packed_attention(module)
-    decoder, found = Decoder(module, "causal"), []
+    decoder, outputs = Decoder(module, "causal"), []
     columns = torch.arange(3 * sum(len(sample.token_ids) for sample in batch)).view(-1, 3) % VOCAB
-    whole = pack_responses(batch, torch.device("cpu"))
+    unsharded = pack_responses(batch, torch.device("cpu"))
     with torch.no_grad():
-        found.append(read(decoder, whole, hidden_of(module, whole), columns))
-        shared = pack_responses(batch, torch.device("cpu"), context=ranks.context)
-        found.append(read(decoder, shared, hidden_of(module, shared), columns))
-    for mine, alone in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(mine, alone, rtol=1e-5, atol=2e-5)
+        outputs.append(read(decoder, unsharded, hidden_of(module, unsharded), columns))
+        sharded = pack_responses(batch, torch.device("cpu"), context=ranks.context)
+        outputs.append(read(decoder, sharded, hidden_of(module, sharded), columns))
+    for value, reference in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=2e-5)
 
 
 def read(decoder: Decoder, responses: Any, hidden: Tensor, columns: Tensor) -> list[Tensor]:
@@ -120,27 +123,27 @@ def read(decoder: Decoder, responses: Any, hidden: Tensor, columns: Tensor) -> l
 
 def check_values(ranks: Ranks) -> None:
     batch = made_up()
-    plain, spread = tiny("value"), tiny("value")
+    plain, sharded = tiny("value"), tiny("value")
     assert isinstance(plain, ValueModel)
-    assert isinstance(spread, ValueModel)
-    Shards(spread, ranks)
-    found = []
-    for module, context in ((plain, ONE), (spread, ranks.context)):
+    assert isinstance(sharded, ValueModel)
+    Shards(sharded, ranks)
+    outputs = []
+    for module, context in ((plain, ONE), (sharded, ranks.context)):
         use_packed_attention(module)
         responses = pack_responses(batch, torch.device("cpu"), context=context)
         before, after = values_of(module.score, responses, hidden_of(module, responses))
         (loss_of(before, before) + after.square().sum()).backward()  # type: ignore[no-untyped-call]
-        found.append((before, after))
-    for mine, whole in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=2e-5)
-    alike(spread, plain, "value")
+        outputs.append((before, after))
+    for value, reference in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=2e-5)
+    alike(sharded, plain, "value")
 
 
-def check_kept(ranks: Ranks) -> None:
-    """What a pass over one long sequence keeps for its backward pass: an N-th on each of N ranks, and beyond two ranks
-    copies of the two key-value heads."""
+def check_saved_bytes(ranks: Ranks) -> None:
+    """A pass over one long sequence saves for its backward pass 1/N of the bytes on each of N ranks, and with more than
+    two ranks also copies of the two key-value heads."""
     batch = [answered(made_up()[0], tuple(3 + t % 50 for t in range(200)))]
-    kept = []
+    saved = []
     for context in (ONE, ranks.context):
         module = model("llama")
         use_packed_attention(module)
@@ -150,13 +153,13 @@ def check_kept(ranks: Ranks) -> None:
         hooks = Kept(module)
         with hooks:
             hidden = hidden_of(module, responses) if context.size > 1 else hidden_rows(module, responses.packed)
-        kept.append(sum(hooks.sizes.values()))
+        saved.append(sum(hooks.sizes.values()))
         hidden.sum().backward()  # type: ignore[no-untyped-call]
-    assert 1 / ranks.context.size < kept[1] / kept[0] * 1.05 < 1.2 / ranks.context.size, kept
+    assert 1 / ranks.context.size < saved[1] / saved[0] * 1.05 < 1.2 / ranks.context.size, saved
 
 
 class Kept(saved_tensors_hooks):
-    """Bytes by storage, without those of weights."""
+    """Counts the bytes saved for the backward pass, by storage, without the weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sizes: dict[int, int] = {}
@@ -182,7 +185,7 @@ def main() -> None:
         check_columns(samples(60), ranks)
         check_columns(few, ranks)
         check_values(ranks)
-        check_kept(ranks)
+        check_saved_bytes(ranks)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Models that every rank reads its part of, beside the same models split after they were loaded whole; and as they come
-back when the ranks have saved them. A test runs this on each rank:
+"""Compares models of which every rank reads only its part with the same models sharded after a full load, and reloads
+what the ranks saved. A test runs this on each rank:
 python -m tests.train.rank_load DATA TENSOR PIPELINE DIRECTORY..."""
 
 import sys
@@ -22,7 +22,7 @@ from plaudit.train.run.ranks import Ranks, join
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's parts, tied ones under each of their names, and all buffers."""
+    """This rank's parameters, tied ones under each of their names, and all buffers."""
     named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in named.items()}
 
@@ -31,42 +31,44 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
     table = PolicyModelTable(path=directory, dtype=dtype, device="cpu")
     for kind in ("policy", "value"):
         shards = split_model(directory, kind, table, ranks, lambda module: None)
-        read = shards.module
+        sharded = shards.module
         if kind == "policy":
-            whole = load_policy(directory, dtype)
+            loaded = load_policy(directory, dtype)
         else:
-            whole = load_value(directory, dtype, fresh_head=True)
-            for module in (whole.module, read):  # as a critic's are at first
+            loaded = load_value(directory, dtype, fresh_head=True)
+            for module in (loaded.module, sharded):  # as a new critic's head is
                 assert isinstance(module, ValueModel)
                 if stage_of(module).last:
                     nn.init.zeros_(module.score.weight)
-        stored = {name: each.detach().clone() for name, each in whole.module.state_dict().items()}
-        whole_names = {name: id(each) for name, each in whole.module.named_parameters(remove_duplicate=False)}
-        expected = Shards(whole.module, ranks).module
-        found, wanted = tensors(read), tensors(expected)
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert found[name].dtype == tensor.dtype, name
-            assert torch.equal(found[name], tensor), (directory, kind, name)
-        parameters = dict(read.named_parameters(remove_duplicate=False))
-        assert len(parameters) < len(whole_names) or ranks.stages.size == 1
-        names = {name: each for name, each in whole_names.items() if name in parameters}
-        for name, same in names.items():
-            assert [n for n in names if names[n] == same] == [n for n in names if parameters[n] is parameters[name]]
-        assert read.config.to_dict() == expected.config.to_dict()
+        stored = {name: each.detach().clone() for name, each in loaded.module.state_dict().items()}
+        loaded_names = {name: id(each) for name, each in loaded.module.named_parameters(remove_duplicate=False)}
+        expected = Shards(loaded.module, ranks).module
+        actual, reference = tensors(sharded), tensors(expected)
+        assert actual.keys() == reference.keys()
+        for name, tensor in reference.items():
+            assert actual[name].dtype == tensor.dtype, name
+            assert torch.equal(actual[name], tensor), (directory, kind, name)
+        parameters = dict(sharded.named_parameters(remove_duplicate=False))
+        assert len(parameters) < len(loaded_names) or ranks.stages.size == 1
+        names = {name: each for name, each in loaded_names.items() if name in parameters}
+        for name, parameter_id in names.items():
+            assert [n for n in names if names[n] == parameter_id] == [
+                n for n in names if parameters[n] is parameters[name]
+            ]
+        assert sharded.config.to_dict() == expected.config.to_dict()
         packed = pack([[1, 2, 3], [4, 5]], "cpu")
-        rows = [packed_rows(read, packed)]
-        stage_of(read).pass_on(rows[0])
+        rows = [packed_rows(sharded, packed)]
+        stage_of(sharded).pass_on(rows[0])
         rows.append(packed_rows(expected, packed))
         stage_of(expected).pass_on(rows[1])
         assert torch.equal(*rows)
         saved = Path(f"{directory}-{kind}-{ranks.data.size}-{ranks.everyone.size}-{ranks.stages.size}")
-        save_shards(shards, whole.tokenizer, saved)
+        save_shards(shards, loaded.tokenizer, saved)
         if ranks.main:
-            back = (load_policy if kind == "policy" else load_value)(saved, dtype).module.state_dict()
-            assert back.keys() == stored.keys()
+            reloaded = (load_policy if kind == "policy" else load_value)(saved, dtype).module.state_dict()
+            assert reloaded.keys() == stored.keys()
             for name, tensor in stored.items():
-                assert torch.equal(back[name], tensor), (directory, kind, name)
+                assert torch.equal(reloaded[name], tensor), (directory, kind, name)
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def main() -> None:
     with join(table, "cpu") as ranks:
         for directory in sys.argv[4:]:
             if tensor > 1 and Path(directory).name == "experts":
-                continue  # they are not split this way
+                continue  # experts are not sharded this way
             check(directory, "bfloat16" if Path(directory).name == "bf16" else "float32", ranks)
 
 

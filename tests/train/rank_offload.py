@@ -1,5 +1,5 @@
-"""Updates of a policy and its critic with the optimizer on the device and on the host, on the same ranks. A test runs
-this on each rank: python -m tests.train.rank_offload DATA CONTEXT TENSOR PIPELINE EXPERT DIRECTORY"""
+"""Compares updates of a policy and its critic with the optimizer on the device and on the host. A test runs this on
+each rank: python -m tests.train.rank_offload DATA CONTEXT TENSOR PIPELINE EXPERT DIRECTORY"""
 
 import sys
 from collections.abc import Callable
@@ -30,7 +30,7 @@ STEPS = 3
 
 
 class Side:
-    """A policy that learns; `beside` it, where there is one, a value head that every rank has whole."""
+    """A policy that is trained, with `shared` also a value head, which is replicated on every rank."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, offload: bool, shared: bool, device: str) -> None:
         module.to(device)
@@ -43,46 +43,46 @@ class Side:
         self.shards = Shards(module, ranks)
         self.module = module
 
-        def policy(of: nn.Module, head: nn.Linear | None = None) -> Policy:
+        def policy(model: nn.Module, head: nn.Linear | None = None) -> Policy:
             return Policy(
-                Decoder(of, "causal"), tree.algorithm, temperature=0.9, max_tokens=16, micro_batch_tokens=24,
+                Decoder(model, "causal"), tree.algorithm, temperature=0.9, max_tokens=16, micro_batch_tokens=24,
                 value_head=head, value_coef=0.5, group=ranks.data, context=ranks.context,
             )  # fmt: skip
 
-        learns, reference = policy(module, head), None
+        trained, reference = policy(module, head), None
         if shared:
             frozen = tiny(seed=4).to(device).requires_grad_(False)
             Shards(frozen, ranks)
             reference = policy(frozen)
-        beside = {} if head is None else {f"value_head.{name}": each for name, each in head.named_parameters()}
-        self.optimizer = new_optimizer(module, tree.train, beside, self.shards)
-        critic = SharedCritic(learns) if shared else None
-        self.learner = RlLearner(tree, learns, self.optimizer, critic, reference, Clock())
+        head_parameters = {} if head is None else {f"value_head.{name}": each for name, each in head.named_parameters()}
+        self.optimizer = new_optimizer(module, tree.train, head_parameters, self.shards)
+        critic = SharedCritic(trained) if shared else None
+        self.learner = RlLearner(tree, trained, self.optimizer, critic, reference, Clock())
         self.norms: list[float] = []
 
     def learn(self, steps: range) -> None:
         for step in steps:
-            figures, _ = self.learner.update(Batch(tuple(made_up(seed=step + 1))), step)
-            self.norms.append(figures["policy/grad_norm"])
+            metrics, _ = self.learner.update(Batch(tuple(made_up(seed=step + 1))), step)
+            self.norms.append(metrics["policy/grad_norm"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parts of weights and optimizer."""
+        """This rank's parts of the weights and of the optimizer state."""
         parts = {f"weight/{name}": local(p.detach()) for name, p in self.optimizer.parameters.items()}
         return parts | self.optimizer.state()
 
 
 def same(one: Side, other: Side, name: str) -> None:
-    here, there = one.tensors(), other.tensors()
-    assert here.keys() == there.keys(), name
-    for key, value in here.items():
-        assert torch.equal(value, there[key]), (name, key, (value - there[key]).abs().max())
+    tensors, others = one.tensors(), other.tensors()
+    assert tensors.keys() == others.keys(), name
+    for key, value in tensors.items():
+        assert torch.equal(value, others[key]), (name, key, (value - others[key]).abs().max())
     assert one.norms == other.norms, name
 
 
 def check(
     name: str, new: Callable[[], nn.Module], ranks: Ranks, directory: Path, shared: bool = False, device: str = "cpu"
 ) -> None:
-    """The same bits after some updates, also where each goes on with the other's state as it comes from the disk."""
+    """Both are equal bit for bit after some updates, also after each resumes from the other's saved state."""
     plain, host = (Side(new(), ranks, offload, shared, device) for offload in (False, True))
     assert isinstance(host.optimizer, ShardedHostOptimizer)
     assert host.optimizer.copies() == host.optimizer.moments() == []
@@ -90,39 +90,39 @@ def check(
         side.learn(range(STEPS))
     same(plain, host, name)
     assert min(plain.norms) > 0.05, "else nothing is clipped"
-    for side, where in ((plain, "device"), (host, "host")):
-        side.optimizer.save(directory / f"{name}-{where}.safetensors")
-    again, back = (Side(new(), ranks, offload, shared, device) for offload in (False, True))
-    for side, before, where in ((again, host, "host"), (back, plain, "device")):
+    for side, location in ((plain, "device"), (host, "host")):
+        side.optimizer.save(directory / f"{name}-{location}.safetensors")
+    resumed_plain, resumed_host = (Side(new(), ranks, offload, shared, device) for offload in (False, True))
+    for side, source, location in ((resumed_plain, host, "host"), (resumed_host, plain, "device")):
         with torch.no_grad():
             for key, parameter in side.optimizer.parameters.items():
-                local(parameter).copy_(local(before.optimizer.parameters[key]))
-        side.norms = list(before.norms)
-        side.optimizer.restore(directory / f"{name}-{where}.safetensors")
-        same(side, before, name)
+                local(parameter).copy_(local(source.optimizer.parameters[key]))
+        side.norms = list(source.norms)
+        side.optimizer.restore(directory / f"{name}-{location}.safetensors")
+        same(side, source, name)
         side.learn(range(STEPS, STEPS + 1))
     plain.learn(range(STEPS, STEPS + 1))
-    same(plain, again, name)
-    same(plain, back, name)
+    same(plain, resumed_plain, name)
+    same(plain, resumed_host, name)
 
 
 def check_host(ranks: Ranks) -> None:
-    """Each has the memory alone, and not all of them together."""
+    """The host has enough memory for one rank, and not for all ranks together."""
     free = free_memory()
     if free is None:
         return
     needed = ranks.everyone.from_main(round(0.6 * free), int)
     assert shortage(needed) == ""
-    lack = shortage(needed, ranks.everyone)
+    message = shortage(needed, ranks.everyone)
     count = ranks.everyone.size
-    assert lack.startswith(f"{count} × {gib(needed)} = {gib(count * needed)} GiB on "), lack
+    assert message.startswith(f"{count} × {gib(needed)} = {gib(count * needed)} GiB on "), message
 
 
 def main() -> None:
     data, context, tensor, stages, expert = map(int, sys.argv[1:6])
     directory = Path(sys.argv[6])
     torch.set_num_threads(1)
-    host_optimizer.BUCKET = 512  # parts of matrices above it and below
+    host_optimizer.BUCKET = 512  # some matrix shards are larger, some smaller
     resources = ResourcesTable(
         data_parallel=data, context_parallel=context, tensor_parallel=tensor, pipeline_parallel=stages,
         expert_parallel=expert, timeout=60.0,

@@ -1,5 +1,5 @@
-"""Layers over stages beside transformers' own forward pass, sequence by sequence. A test runs this on each rank:
-python -m tests.train.rank_pipeline STAGES EXPERT, with as many ranks a stage as share its experts"""
+"""Compares layers split over pipeline stages with transformers' own forward pass, one sequence at a time. A test runs
+this on each rank: python -m tests.train.rank_pipeline STAGES EXPERT. A stage has as many ranks as share its experts."""
 
 import sys
 from contextlib import nullcontext
@@ -23,46 +23,46 @@ MIXTURES = ("mixtral", "deepseek_v3")
 
 
 def check(family: str, batches: list[list[Sample]], ranks: Ranks, recompute: bool = False) -> None:
-    """The loss of every micro-batch at the last stage, and gradients by the stage that has the weight. Ranks of a stage
-    take the batches in turn."""
-    plain, spread = model(family, layers=LAYERS[family]), model(family, layers=LAYERS[family])
-    use_packed_attention(spread)
+    """Checks the loss of every micro-batch on the last stage, and each gradient on the stage that has the weight. Ranks
+    of a stage take the batches in turn."""
+    plain, sharded = model(family, layers=LAYERS[family]), model(family, layers=LAYERS[family])
+    use_packed_attention(sharded)
     if recompute:
-        spread.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        spread.train()
-    shards = Shards(spread, ranks)
-    stage, found = stage_of(spread), []
+        sharded.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        sharded.train()
+    shards = Shards(sharded, ranks)
+    stage, losses = stage_of(sharded), []
     most = 0
 
     def forward(batch: list[Sample]) -> Made:
         nonlocal most
         responses = pack_responses(batch, torch.device("cpu"))
-        out = hidden_of(spread, responses)
+        output = hidden_of(sharded, responses)
         most = max(most, len(stage._received))
         if stage.last:
-            read = logprobs_and_entropy(Decoder(spread, "causal"), responses, out, 1.0, entropy_grad=True)
-            out = loss_of(*read)
-            found.append(out.item())
-        return out, nullcontext
+            values = logprobs_and_entropy(Decoder(sharded, "causal"), responses, output, 1.0, entropy_grad=True)
+            output = loss_of(*values)
+            losses.append(output.item())
+        return output, nullcontext
 
-    mine = slice(ranks.data.index, None, ranks.data.size)
-    stage.learn(batches[mine], forward)
+    own = slice(ranks.data.index, None, ranks.data.size)
+    stage.learn(batches[own], forward)
     assert most <= stage.size - stage.index, "rows of more micro-batches were kept than 1F1B keeps"
     expected = [loss_of(*by_itself(plain, batch)) for batch in batches]
     torch.stack(expected).sum().backward()  # type: ignore[no-untyped-call]
     if stage.last:
-        torch.testing.assert_close(torch.tensor(found), torch.stack(expected[mine]), rtol=1e-5, atol=2e-5, msg=family)
+        torch.testing.assert_close(torch.tensor(losses), torch.stack(expected[own]), rtol=1e-5, atol=2e-5, msg=family)
     check_gradients(shards, dict(plain.named_parameters()), stage, family)
 
 
 def check_gradients(shards: Shards, plain: dict[str, Tensor], stage: Stage, family: str) -> None:
     for name, parameter in shards.parameters.items():
         assert parameter.grad is not None, (family, name)
-        gradient, wanted = parameter.grad.full_tensor(), plain[name].grad  # type: ignore[attr-defined]
+        gradient, expected = parameter.grad.full_tensor(), plain[name].grad  # type: ignore[attr-defined]
         if name in shards.on_both_ends:
             torch.distributed.all_reduce(gradient, group=stage.ends.channel)
-        assert wanted is not None
-        assert (gradient - wanted).norm() < 1e-5 * wanted.norm().clamp_min(1e-3), (family, name)
+        assert expected is not None
+        assert (gradient - expected).norm() < 1e-5 * expected.norm().clamp_min(1e-3), (family, name)
     count = sum(stage.rows.gather_values(len(shards.parameters), int))
     assert count == len(plain) + len(shards.on_both_ends), (family, count)
 
@@ -81,7 +81,7 @@ def main() -> None:
             return
         for family in (family for family, layers in LAYERS.items() if layers >= stages):
             check(family, batches, ranks)
-        check("llama", batches[:1], ranks)  # fewer than there are stages
+        check("llama", batches[:1], ranks)  # fewer batches than stages
         check("qwen3", batches, ranks, recompute=True)
 
 

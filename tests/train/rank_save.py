@@ -1,6 +1,6 @@
-"""Two checkpoints by all ranks, the second of which goes wrong: python -m tests.train.rank_save DIRECTORY RANK FAULT
+"""All ranks save two checkpoints, and the second one fails: python -m tests.train.rank_save DIRECTORY RANK FAULT
 
-FAULT is the number of the fsync at which the rank is killed, or `full`: no file may be larger than 4 KB."""
+FAULT is the number of the fsync call at which the rank is killed, or `full`: no file may be larger than 4 KB."""
 
 import os
 import resource

@@ -1,5 +1,5 @@
-"""One update of a policy and its critic, on however many ranks there are. A test calls `update` for one rank, and runs
-this file as a program on each of several: python -m tests.train.rank_update DATA CONTEXT TENSOR PIPELINE DIRECTORY"""
+"""One update of a policy and its critic, on any number of ranks. A test calls `update` for one rank, and runs this file
+as a program on each of several: python -m tests.train.rank_update DATA CONTEXT TENSOR PIPELINE DIRECTORY"""
 
 import json
 import sys
@@ -30,10 +30,10 @@ from plaudit.train.run.clock import Clock
 from plaudit.train.run.ranks import Ranks, join
 from tests.train.rl_world import VOCABULARY, made_up, recipe, tiny
 
-# A step too small to move a weight: gradients and ratios are those of the first weights throughout.
+# A learning rate too small to change a weight: gradients and ratios stay those of the initial weights.
 TRAIN = {"lr": 1e-30, "clip_norm": 1e9, "micro_batch_tokens": 24}
-# One that moves them. Adam's step is of the rate's size however small the gradient: at 1e-3 a single weight whose
-# gradient is 1e-9, all of it rounding, would be 1.4e-5 away.
+# One that changes weights. Adam's step has the size of the learning rate however small the gradient is: at 1e-3 a
+# single weight whose gradient is 1e-9, all of it rounding, would differ by 1.4e-5.
 MOVING = {**TRAIN, "lr": 1e-4}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "train": TRAIN},
@@ -71,8 +71,8 @@ class Update(NamedTuple):
 
 
 def models(case: str) -> tuple[nn.Module, nn.Module | None]:
-    """Policy and reference, and the like: tied, untied with a vocabulary that does not divide, with norms in heads,
-    with one key-value head that all heads share, with latents."""
+    """The policy and its reference or teacher, if any. Cases: tied embeddings, untied with a vocabulary that is not
+    divisible, per-head norms, one key-value head that all heads share, latent attention."""
     if case in CONFIGS:
         with seeded(3):
             return AutoModelForCausalLM.from_config(CONFIGS[case]).float().eval(), None
@@ -105,12 +105,12 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
 
     module, frozen = (None if each is None else each.to(device) for each in models(case))
     assert module is not None
-    learns = optimizer(module)[0]
+    policy_optimizer = optimizer(module)[0]
     if frozen is not None:
         frozen.requires_grad_(False)
         if ranks.mesh is not None:
             Shards(frozen, ranks)
-    other = None if frozen is None else policy(frozen)
+    frozen_policy = None if frozen is None else policy(frozen)
     critic = None
     if tree.critic is not None:
         model = tiny("value").to(device)
@@ -121,50 +121,52 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
             context=ranks.context,
         )  # fmt: skip
     if case == "distill":
-        assert other is not None
-        teachers = Teachers({"one": LocalTeacher(other, VOCABULARY)}, {"one": 5})
-        return RlLearner(tree, policy(module), learns, None, None, Clock(), teachers), None
-    return RlLearner(tree, policy(module), learns, critic, other, Clock()), critic
+        assert frozen_policy is not None
+        teachers = Teachers({"one": LocalTeacher(frozen_policy, VOCABULARY)}, {"one": 5})
+        return RlLearner(tree, policy(module), policy_optimizer, None, None, Clock(), teachers), None
+    return RlLearner(tree, policy(module), policy_optimizer, critic, frozen_policy, Clock()), critic
 
 
 def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Update:
-    teacher, critic = learner(case, ranks, device)
-    parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
+    trainer, critic = learner(case, ranks, device)
+    parts = {"policy": trainer.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
     for adam in parts.values():
         adam.drop = lambda: None  # type: ignore[method-assign] (gradients stay, to be looked at)
-    metrics, _ = teacher.update(Batch(tuple(made_up())), 0)
-    found: dict[str, Tensor] = {}
+    metrics, _ = trainer.update(Batch(tuple(made_up())), 0)
+    tensors: dict[str, Tensor] = {}
     for name, adam in parts.items():
-        found |= {f"{name}/{key}": value for key, value in gathered(adam).items()}
-        found |= {f"{name}-state/{key}": value for key, value in saved(adam, directory / f"{name}-adam").items()}
+        tensors |= {f"{name}/{key}": value for key, value in gathered_gradients(adam).items()}
+        tensors |= {
+            f"{name}-state/{key}": value for key, value in saved_state(adam, directory / f"{name}-adam").items()
+        }
     for name, module in {
-        "policy": teacher.policy.module,
+        "policy": trainer.policy.module,
         **({} if critic is None else {"critic": critic.model}),
     }.items():
-        found |= {f"{name}-weights/{n}": tensor for n, tensor in weights_of(module, parts[name]).items()}
-    return Update(found, metrics)
+        tensors |= {f"{name}-weights/{n}": tensor for n, tensor in weights_of(module, parts[name]).items()}
+    return Update(tensors, metrics)
 
 
-def saved(adam: Optimizer, path: Path) -> dict[str, Tensor]:
-    """Its state as it comes back from the disk."""
+def saved_state(adam: Optimizer, path: Path) -> dict[str, Tensor]:
+    """The optimizer's state, saved and read back."""
     adam.save(path.with_suffix(".safetensors"))
     return {name: at.read() for name, at in read_stem(path.with_suffix(".safetensors")).items()}
 
 
-def gathered(adam: Optimizer) -> dict[str, Tensor]:
-    """Gradients by parameter, as the optimizer had them when it took its step."""
-    found: dict[str, Any] = {}
+def gathered_gradients(adam: Optimizer) -> dict[str, Tensor]:
+    """Unsharded gradients by parameter, as the optimizer used them in its step."""
+    gradients: dict[str, Any] = {}
     for name in adam.parameters:
         gradient = adam.gradient(name)
         assert gradient is not None, name
         if not isinstance(adam, ShardedOptimizer):
-            found[name] = gradient.clone()
+            gradients[name] = gradient.clone()
             continue
-        whole = adam.shards.whole(gradient, adam.shards.parameters[name])
-        found[name] = Whole(name, whole.dtype, tuple(whole.shape), whole.clone)
+        full = adam.shards.whole(gradient, adam.shards.parameters[name])
+        gradients[name] = Whole(name, full.dtype, tuple(full.shape), full.clone)
     if not isinstance(adam, ShardedOptimizer):
-        return found
-    return {each.name: each.gather() for each in of_all_stages(list(found.values()), adam.shards.stage)}
+        return gradients
+    return {each.name: each.gather() for each in of_all_stages(list(gradients.values()), adam.shards.stage)}
 
 
 def weights_of(module: nn.Module, adam: Optimizer) -> dict[str, Tensor]:
@@ -181,10 +183,10 @@ def main() -> None:
     )
     with join(resources, "cpu") as ranks:
         for case in CASES:
-            found = update(case, ranks, directory)
+            result = update(case, ranks, directory)
             if ranks.main:
-                save_file({n: t.contiguous() for n, t in found.tensors.items()}, directory / f"{case}.safetensors")
-            (directory / f"{case}-{ranks.everyone.index}.json").write_text(json.dumps(found.metrics))
+                save_file({n: t.contiguous() for n, t in result.tensors.items()}, directory / f"{case}.safetensors")
+            (directory / f"{case}-{ranks.everyone.index}.json").write_text(json.dumps(result.metrics))
 
 
 if __name__ == "__main__":

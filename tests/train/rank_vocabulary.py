@@ -1,4 +1,4 @@
-"""A vocabulary over ranks beside the same in one piece. A test runs this on each rank:
+"""Compares a vocabulary sharded over ranks with the unsharded one. A test runs this on each rank:
 python -m tests.train.rank_vocabulary RANKS"""
 
 import sys
@@ -26,12 +26,12 @@ from plaudit.train.run.ranks import TENSOR, Ranks, join
 from tests.core.tiny import VOCAB, model
 from tests.train.rl_world import made_up
 
-ROWS, HIDDEN, TOKENS = 11, 6, 23  # a prime: the last rank has fewer
-SOLE = torch.float64
+ROWS, HIDDEN, TOKENS = 11, 6, 23  # 23 is prime: the last rank has fewer tokens
+DTYPE = torch.float64
 
 
 class Watch(TorchDispatchMode):
-    """Keeps the shapes of plain tensors that are made within it."""
+    """Records the shapes of plain tensors that are created within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,18 +47,18 @@ class Watch(TorchDispatchMode):
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((ROWS, HIDDEN), (TOKENS, HIDDEN), (TOKENS,))
-    hidden, head, bias = (torch.randn(shape, generator=generator, dtype=SOLE) for shape in shapes)
+    hidden, head, bias = (torch.randn(shape, generator=generator, dtype=DTYPE) for shape in shapes)
     return hidden.requires_grad_(), head.requires_grad_(), bias.requires_grad_()
 
 
 def numbers(
     hidden: Tensor, head: Tensor, bias: Tensor, finish: Finish | None, split: SplitVocabulary | None
 ) -> list[Tensor]:
-    """Log-probs, entropies, those of some columns, and the gradients of a loss that has all of them."""
+    """Log-probs, entropies, log-probs of some columns, and the gradients of a loss over all of them."""
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(0, TOKENS, (ROWS,), generator=generator)
     columns = torch.randint(0, TOKENS, (ROWS, 4), generator=generator)
-    weights = torch.randn(ROWS, 6, generator=generator, dtype=SOLE)
+    weights = torch.randn(ROWS, 6, generator=generator, dtype=DTYPE)
     logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias, 0.7, finish, True, split)
     several = column_logprobs(hidden, head, columns, bias, 0.7, finish, split)
     loss = (weights * torch.cat([logp[:, None], entropy[:, None], several], -1)).sum()
@@ -68,23 +68,23 @@ def numbers(
 def check_numbers(ranks: Ranks, finish: Finish | None) -> None:
     assert ranks.mesh is not None
     mesh = ranks.mesh[TENSOR]
-    most = -(-TOKENS // mesh.size())
-    start = mesh.get_local_rank() * most
-    split = SplitVocabulary(start, min(start + most, TOKENS), most, mesh)
+    shard_size = -(-TOKENS // mesh.size())
+    start = mesh.get_local_rank() * shard_size
+    split = SplitVocabulary(start, min(start + shard_size, TOKENS), shard_size, mesh)
     own = slice(split.start, split.end)
     hidden, head, bias = inputs()
     *expected, to_head, to_bias = numbers(hidden, head, bias, finish, None)
     parts = [each.detach()[own].clone().requires_grad_() for each in (head, bias)]
     with Watch() as watch:
-        found = numbers(hidden, *parts, finish, split)
+        actual = numbers(hidden, *parts, finish, split)
     assert not any(TOKENS in shape for shape in watch.shapes), watch.shapes
-    for mine, whole in zip(found, [*expected, to_head[own], to_bias[own]], strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-12)
-    for count, among in ((3, TOKENS), (9, TOKENS - 2), (5, 5)):  # also more than a rank has, and none of some ranks'
-        tokens, values = likeliest(hidden, parts[0], count, among, parts[1], 0.7, finish, split)
-        wanted = likeliest(hidden, head, count, among, bias, 0.7, finish)
-        assert torch.equal(tokens, wanted[0])
-        torch.testing.assert_close(values, wanted[1], rtol=1e-12, atol=1e-12)
+    for value, reference in zip(actual, [*expected, to_head[own], to_bias[own]], strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
+    for count, limit in ((3, TOKENS), (9, TOKENS - 2), (5, 5)):  # also more than a rank has, and none from some ranks
+        tokens, values = likeliest(hidden, parts[0], count, limit, parts[1], 0.7, finish, split)
+        expected_likeliest = likeliest(hidden, head, count, limit, bias, 0.7, finish)
+        assert torch.equal(tokens, expected_likeliest[0])
+        torch.testing.assert_close(values, expected_likeliest[1], rtol=1e-12, atol=1e-12)
     rows = split.look_up(torch.arange(TOKENS)[None], parts[0])
     assert torch.equal(rows[0], head)
     (to_rows,) = torch.autograd.grad((rows * inputs()[1].detach().square()).sum(), parts[0])
@@ -92,13 +92,13 @@ def check_numbers(ranks: Ranks, finish: Finish | None) -> None:
 
 
 def check_family(family: str, tied: bool, ranks: Ranks) -> None:
-    """A module over ranks: log-probs, and the gradients of all that is split."""
+    """A sharded module: its log-probs, and the gradients of all sharded parameters."""
     samples = [
         replace(sample, **{name: tuple((t * 11 + 5) % VOCAB for t in getattr(sample, name)) for name in IDS})
         for sample in made_up()
     ]
     responses = pack_responses(samples, torch.device("cpu"))
-    found, watches = [], [Watch(), Watch()]
+    outputs, watches = [], [Watch(), Watch()]
     modules: list[nn.Module] = [model(family), model(family)]
     for module in modules:
         head: Any = module.get_output_embeddings()  # type: ignore[operator]
@@ -110,19 +110,19 @@ def check_family(family: str, tied: bool, ranks: Ranks) -> None:
             rows = hidden_of(module, responses)
             logp, entropy = logprobs_and_entropy(Decoder(module, "causal"), responses, rows, 0.9, True)
             (logp * torch.arange(len(logp)) + entropy).sum().backward()  # type: ignore[no-untyped-call]
-        found.append((logp, entropy))
+        outputs.append((logp, entropy))
     assert [any(VOCAB in shape for shape in watch.shapes) for watch in watches] == [True, False], watches[1].shapes
-    for mine, whole in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
+    for value, reference in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
     split = [name for name in shards.parameters if shards.on_both(name)]
     assert ("lm_head.weight" in split) == (not tied)
     assert "model.embed_tokens.weight" in split
     for name in split:
-        whole = modules[0].get_parameter(name).grad
-        mine = modules[1].get_parameter(name).grad
-        assert isinstance(mine, DTensor)
-        assert whole is not None
-        assert (mine.full_tensor() - whole).norm() < 1e-5 * whole.norm(), name
+        reference = modules[0].get_parameter(name).grad
+        value = modules[1].get_parameter(name).grad
+        assert isinstance(value, DTensor)
+        assert reference is not None
+        assert (value.full_tensor() - reference).norm() < 1e-5 * reference.norm(), name
 
 
 IDS = ("prompt_ids", "token_ids")

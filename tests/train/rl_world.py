@@ -1,4 +1,4 @@
-"""A tiny policy, samples made by hand, and small recipes: what the tests of RL training share."""
+"""Helpers shared by the tests of RL training: a tiny policy, hand-made samples, and small recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plaudit.records import Sample
 from plaudit.train.policy.policy import Policy
 
 VOCABULARY = 24
-# (prompt length, mask of the response): ragged, one with a tool's tokens, one with a single token.
+# (prompt length, response mask): different lengths, some with a tool's tokens, one with a single token.
 SHAPES = [(4, [1] * 7), (2, [1, 1, 0, 0, 0, 1, 1]), (6, [1]), (3, [1] * 12), (1, [1, 0, 1]), (5, [1] * 4)]
 
 
@@ -76,24 +76,24 @@ def recipe(**tables: Any) -> RlRecipe:
         tree["reward"] = tables["reward"]
     if tree["algorithm"]["name"] == "ppo":
         tree.setdefault("critic", {})
-    found = parse_recipe(tree, "test")
-    assert isinstance(found, RlRecipe)
-    return found
+    parsed = parse_recipe(tree, "test")
+    assert isinstance(parsed, RlRecipe)
+    return parsed
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def relative(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest difference of two sets of gradients, relative to the largest gradient."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     size = max(g.abs().max().item() for g in expected.values())
-    return max((found[n] - expected[n]).abs().max().item() for n in expected) / size
+    return max((actual[n] - expected[n]).abs().max().item() for n in expected) / size
 
 
 class Silent:
-    """A viewer that keeps what it is told."""
+    """A viewer that records its warnings and metrics."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []

@@ -1,4 +1,4 @@
-"""A run that is sent a signal at a place of the loop: `python -m tests.train.struck RECIPE RUN PLACE CALL SIGNAL`."""
+"""A run that signals itself at a place of the loop: `python -m tests.train.struck RECIPE RUN PLACE CALL SIGNAL`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ PLACES: dict[str, tuple[Callable[[RlTraining], Any], str]] = {
 }
 
 
-def strike(training: RlTraining, place: str, call: int, number: int) -> None:
-    """Send the signal when the place is come to for the `call`-th time."""
-    of, name = PLACES[place]
-    owner = of(training)
+def signal_at(training: RlTraining, place: str, call: int, number: int) -> None:
+    """Send the signal to this process when the place is reached for the `call`-th time."""
+    owner_of, name = PLACES[place]
+    owner = owner_of(training)
     inner = getattr(owner, name)
     calls = 0
 
-    def struck(*arguments: Any, **options: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
             os.kill(os.getpid(), number)
         return inner(*arguments, **options)
 
-    setattr(owner, name, struck)
+    setattr(owner, name, counted)
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     assert isinstance(tree, RlRecipe)
     with Run(Path(run), tree) as opened:
         training = RlTraining(tree, opened, Silent())
-        strike(training, place, int(call), signal.Signals[name])
+        signal_at(training, place, int(call), signal.Signals[name])
         try:
             training.fit()
         except RunError as error:

@@ -1,4 +1,4 @@
-"""Agents against an OpenAI endpoint of the policy: exactly the sampled tokens are trained on, once each."""
+"""Agents that use an OpenAI endpoint of the policy: exactly the sampled tokens are trained on, once each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PROMPTS = [prompt(text) for text in ("7+8+4=", "1+2+3+4=", "9+9+9=", "5+6=")]
 
 
 class Watched(Engine):
-    """Keeps what it has sampled, and can be held before a step."""
+    """An engine that records its samples and can be blocked before a step."""
 
     def __init__(self, module: Any = None, tokenizer: Any = None) -> None:
         super().__init__(module or LOADED.module, tokenizer or TOKENIZER)
@@ -79,11 +79,11 @@ class Watched(Engine):
 
 
 class Client:
-    """What an SDK does, and what it does when things go wrong."""
+    """A client that sends requests as an SDK does, also disconnects and retries."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self.key = url, key
-        # One connection for each request, and no certificates, which take their time to load.
+        # One connection per request, and no certificates, which are slow to load.
         self.options: dict[str, Any] = {
             "headers": {"authorization": f"Bearer {key}"}, "timeout": SECONDS, "verify": False
         }  # fmt: skip
@@ -111,7 +111,7 @@ class Client:
         return [delta["content"] for delta in deltas if delta.get("content")]
 
     def abandon(self, messages: Sequence[Message], seconds: float = 0.0, **fields: Any) -> None:
-        """Send a request and hang up."""
+        """Send a request and disconnect after `seconds`."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         body = json.dumps({"model": "any", "messages": messages, **fields}).encode()
@@ -130,45 +130,47 @@ def player(
 ) -> Iterator[AgentPlayer]:
     table = TABLE.model_copy(update=keys)
     engine = engine or Watched()
-    made = AgentPlayer(
+    agent_player = AgentPlayer(
         engine, engine.tokenizer, engine.decoder.max_positions, sampling, table, 1, agent=agent
     )  # fmt: skip
     try:
-        yield made
+        yield agent_player
     finally:
-        made.close()
+        agent_player.close()
 
 
 def play(agent: Any, prompts: Sequence[Prompt] = PROMPTS[:1], n: int = 1, **keys: Any) -> list[Sample]:
-    with player(agent, **keys) as made:
-        return made.play(prompts, n, "s")
+    with player(agent, **keys) as agent_player:
+        return agent_player.play(prompts, n, "s")
 
 
 def turns_of(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
-    """Of each turn what was read before it, its tokens and their log-probs."""
-    turns, at = [], 0
-    while at < len(sample.mask):
-        end = at
-        while end < len(sample.mask) and sample.mask[end] == sample.mask[at]:
+    """The context, the tokens and the log-probs of each turn."""
+    turns, start = [], 0
+    while start < len(sample.mask):
+        end = start
+        while end < len(sample.mask) and sample.mask[end] == sample.mask[start]:
             end += 1
-        if sample.mask[at]:
-            turns.append((sample.prompt_ids + sample.token_ids[:at], sample.token_ids[at:end], sample.logprobs[at:end]))
-        at = end
+        if sample.mask[start]:
+            turns.append(
+                (sample.prompt_ids + sample.token_ids[:start], sample.token_ids[start:end], sample.logprobs[start:end])
+            )
+        start = end
     return turns
 
 
 def check_learned_is_sampled(samples: Sequence[Sample], engine: Watched, *, given_up: bool = False) -> None:
-    """Every turn that the engine finished is in one sample, once, with the tokens that it read; and nothing else is.
-    `given_up`: but for turns that were finished when their clients had just gone."""
+    """The samples contain every turn that the engine finished exactly once, with its context, and no other turns.
+    With `given_up`, turns may be missing that finished just after their client disconnected."""
     learned = Counter(turn for sample in samples for turn in turns_of(sample))
     sampled = Counter((s.prompt_ids, s.token_ids, s.logprobs) for s in engine.sampled if s.finish_reason != "abort")
     assert learned <= sampled if given_up else learned == sampled
 
 
-# What a sample holds
+# Contents of a sample
 
 
-def test_tokens_learned_are_the_tokens_sampled_one_by_one() -> None:
+def test_trained_tokens_are_exactly_the_sampled_tokens() -> None:
     engine = Watched()
     samples = play(sums_agent.play, PROMPTS, 4, engine=engine)
     assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(4) for i in range(4)]
@@ -179,29 +181,29 @@ def test_tokens_learned_are_the_tokens_sampled_one_by_one() -> None:
         assert sample.reward == float(sample.text.endswith(f"#{PROMPTS[sample.group].truth}"))
         assert sample.prompt_ids == PROMPTS[sample.group].token_ids
         assert sample.extra["turns"] == len(turns_of(sample))
-        (whole,) = Engine(LOADED.module, TOKENIZER).logprobs([[*sample.prompt_ids, *sample.token_ids]])
-        found = whole[len(sample.prompt_ids) - 1 :].tolist()
-        expected = [value if own else 0.0 for value, own in zip(found, sample.mask, strict=True)]
+        (logprobs,) = Engine(LOADED.module, TOKENIZER).logprobs([[*sample.prompt_ids, *sample.token_ids]])
+        response_logprobs = logprobs[len(sample.prompt_ids) - 1 :].tolist()
+        expected = [value if own else 0.0 for value, own in zip(response_logprobs, sample.mask, strict=True)]
         assert sample.raw_logprobs == pytest.approx(expected, abs=1e-4)
     again = play(sums_agent.play, PROMPTS, 4)
     assert [s.token_ids for s in again] == [s.token_ids for s in samples], "seeds belong to a sample and its turn"
 
 
-def test_an_update_learns_from_an_agents_turns() -> None:
+def test_update_trains_on_an_agents_turns() -> None:
     loaded = load_policy("sums-policy", "float32", "cpu")
     engine = Engine(loaded.module, loaded.tokenizer)
     samples = play(sums_agent.play, PROMPTS, 4, engine=engine)
-    told = recipe(sampling={"max_tokens": 64})
-    policy = Policy(engine.decoder, told.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
-    learner = RlLearner(told, policy, Optimizer(loaded.module, told.train), None, policy, Clock())
-    shaken = tuple(replace(sample, reward=float(i % 3)) for i, sample in enumerate(samples))
-    metrics, experience = learner.update(Batch(shaken), 0)
+    tree = recipe(sampling={"max_tokens": 64})
+    policy = Policy(engine.decoder, tree.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
+    learner = RlLearner(tree, policy, Optimizer(loaded.module, tree.train), None, policy, Clock())
+    rewarded = tuple(replace(sample, reward=float(i % 3)) for i, sample in enumerate(samples))
+    metrics, experience = learner.update(Batch(rewarded), 0)
     assert experience is not None
     assert [s.token_ids for s in experience.samples] == [s.token_ids for s in samples]
     assert metrics["mismatch/abs_max"] < 1e-4
 
 
-def test_a_reward_of_the_agent_stands_and_none_is_left_to_the_recipe() -> None:
+def test_agent_reward_is_kept_and_none_is_scored_by_the_recipe() -> None:
     def agent(prompt: Prompt, url: str, key: str) -> float | None:
         Client(url, key).say([{"role": "user", "content": prompt.text}])
         return 0.25 if prompt.text == "5+6=" else None
@@ -216,7 +218,7 @@ def test_a_reward_of_the_agent_stands_and_none_is_left_to_the_recipe() -> None:
     assert [sample.reward for sample in scored] == [float(scored[0].text.endswith("#27")), 0.25]
 
 
-def test_an_async_agent_and_its_options() -> None:
+def test_async_agent_receives_its_options() -> None:
     async def agent(prompt: Prompt, url: str, key: str, bonus: float) -> float:
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=SECONDS) as client:
             models = await client.get(f"{url}/models")
@@ -229,104 +231,106 @@ def test_an_async_agent_and_its_options() -> None:
     assert (sample.reward, sample.error) == (0.5, None)
 
 
-def test_a_stream_is_the_same_turn() -> None:
-    found: list[str] = []
+def test_streamed_and_plain_responses_are_the_same_turn() -> None:
+    texts: list[str] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
-        found.append(client.stream(messages, stop=["="]))
-        found.append(client.say(messages, stop=["="])["content"])
-        messages += [{"role": "assistant", "content": found[0]}, {"role": "tool", "content": "15;"}]
-        found.append(client.stream(messages, stop=["="], stream_options={"include_usage": False}))
+        texts.append(client.stream(messages, stop=["="]))
+        texts.append(client.say(messages, stop=["="])["content"])
+        messages += [{"role": "assistant", "content": texts[0]}, {"role": "tool", "content": "15;"}]
+        texts.append(client.stream(messages, stop=["="], stream_options={"include_usage": False}))
         return 1.0
 
     engine = Watched()
     (sample,) = play(agent, engine=engine)
-    assert found[0] == found[1]
-    assert sample.text.startswith(f"{found[0]}=15;{found[2]}")
+    assert texts[0] == texts[1]
+    assert sample.text.startswith(f"{texts[0]}=15;{texts[2]}")
     check_learned_is_sampled([sample], engine)
 
 
-def test_a_streams_text_comes_as_it_is_sampled() -> None:
-    found: list[list[str]] = []
+def test_stream_sends_text_while_it_is_sampled() -> None:
+    streams: list[list[str]] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
         with ThreadPoolExecutor(2) as threads:
-            found.extend(threads.map(lambda _: client.pieces(messages), range(2)))
-        found.append(client.pieces(messages))
+            streams.extend(threads.map(lambda _: client.pieces(messages), range(2)))
+        streams.append(client.pieces(messages))
         return 1.0
 
     engine = Watched()
     engine.gate.clear()
     threading.Timer(0.2, engine.gate.set).start()
     (sample,) = play(agent, engine=engine)
-    assert {"".join(pieces) for pieces in found} == {sample.text}
-    assert all(len(pieces) > 1 for pieces in found), [len(pieces) for pieces in found]
+    assert {"".join(pieces) for pieces in streams} == {sample.text}
+    assert all(len(pieces) > 1 for pieces in streams), [len(pieces) for pieces in streams]
     check_learned_is_sampled([sample], engine)
 
 
-def test_the_policy_reads_what_its_chat_template_writes() -> None:
-    """With a template that has roles: the context of a later turn is the template's rendering of the whole, with the
-    policy's own tokens in it."""
+def test_policy_context_is_the_chat_template_rendering_of_the_conversation() -> None:
+    """With a template that has roles, the context of a later turn is the template's rendering of the conversation, with
+    the policy's own tokens in it."""
     tokenizer = byte_tokenizer()
     engine = Watched(causal(vocab_size=len(tokenizer), max_position_embeddings=512, hidden_size=32), tokenizer)
-    asked: list[list[Message]] = []
+    conversations: list[list[Message]] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), list(prompt.extra["messages"])
         for answer in ("<|im_end|> 15", "and 16"):
             messages.append(client.say(messages, max_tokens=5))
             messages.append({"role": "tool", "content": answer})
-        asked.append(messages)
+        conversations.append(messages)
         client.say(messages, max_tokens=5)
         return 1.0
 
     opening = [{"role": "system", "content": "add"}, {"role": "user", "content": "hello"}]
-    begun = Prompt("hello", tuple(render_chat(tokenizer, opening, True)), "0", {"messages": tuple(opening)})
-    (sample,) = play(agent, [begun], engine=engine, sampling=SamplingTable(max_tokens=256))
+    first_prompt = Prompt("hello", tuple(render_chat(tokenizer, opening, True)), "0", {"messages": tuple(opening)})
+    (sample,) = play(agent, [first_prompt], engine=engine, sampling=SamplingTable(max_tokens=256))
     assert sample.error is None
     check_learned_is_sampled([sample], engine)
     last = engine.sampled[-1]
     first, second, _ = (each.token_ids for each in engine.sampled)
     text = tokenizer.decode(last.prompt_ids)
-    for said in (first, second):
-        assert tokenizer.decode(said) in text
+    for token_ids in (first, second):
+        assert tokenizer.decode(token_ids) in text
     frame = [
         *opening,
         {"role": "assistant", "content": "A"},
-        asked[0][3],
+        conversations[0][3],
         {"role": "assistant", "content": "B"},
-        asked[0][5],
+        conversations[0][5],
     ]
     head, middle, tail = tokenizer.decode(render_chat(tokenizer, frame, True)).replace("B", "A").split("A", 2)
     assert text == head + tokenizer.decode(first) + middle + tokenizer.decode(second) + tail
-    assert sample.prompt_ids == begun.token_ids
+    assert sample.prompt_ids == first_prompt.token_ids
 
 
-def test_messages_that_the_template_leaves_out_are_refused() -> None:
-    """The policy would never see what a tool has said."""
-    deaf = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
-    tokenizer = byte_tokenizer(chat_template=deaf)
+def test_messages_dropped_by_the_chat_template_are_rejected() -> None:
+    """Otherwise the policy would never see a tool's message."""
+    template = CHATML.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
+    )
+    tokenizer = byte_tokenizer(chat_template=template)
     engine = Watched(causal(vocab_size=len(tokenizer), max_position_embeddings=512, hidden_size=32), tokenizer)
-    found: list[str] = []
+    errors: list[str] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": "hello"}]
         messages.append(client.say(messages, max_tokens=5))
-        found.append(client.post([*messages, {"role": "tool", "content": "15"}]).json()["error"]["message"])
+        errors.append(client.post([*messages, {"role": "tool", "content": "15"}]).json()["error"]["message"])
         client.say([*messages, {"role": "user", "content": "15"}], max_tokens=5)
         return 1.0
 
     (sample,) = play(agent, [Prompt("hello", (1,))], engine=engine, sampling=SamplingTable(max_tokens=256))
     assert (sample.error, sample.extra["turns"]) == (None, 2)
-    assert found == ["the model's chat template drops tool messages: give them the role user"]
+    assert errors == ["the model's chat template drops tool messages: give them the role user"]
 
 
-# The same request again, and requests that continue nothing
+# Repeated requests, and requests that do not continue the conversation
 
 
-def test_a_request_that_is_sent_again_counts_once() -> None:
+def test_repeated_request_counts_once() -> None:
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
         with ThreadPoolExecutor(4) as threads:
@@ -344,7 +348,7 @@ def test_a_request_that_is_sent_again_counts_once() -> None:
     check_learned_is_sampled([sample], engine)
 
 
-def test_a_request_whose_client_has_gone_is_given_up_and_not_learned_from() -> None:
+def test_request_of_a_disconnected_client_is_cancelled_and_not_trained_on() -> None:
     engine = Watched()
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
@@ -364,7 +368,7 @@ def test_a_request_whose_client_has_gone_is_given_up_and_not_learned_from() -> N
     assert not engine.busy
 
 
-def test_a_changed_history_is_refused_with_the_cure() -> None:
+def test_changed_history_is_rejected_with_the_fix() -> None:
     replies: list[Message] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
@@ -386,7 +390,7 @@ def test_a_changed_history_is_refused_with_the_cure() -> None:
         assert "raise agent.conversations" in error["message"]
 
 
-def test_branches_are_samples_of_their_own_and_learned_once() -> None:
+def test_branches_are_separate_samples_and_trained_on_once() -> None:
     engine = Watched()
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
@@ -408,7 +412,7 @@ def test_branches_are_samples_of_their_own_and_learned_once() -> None:
     assert other.prompt_ids == prompt("1+1=").token_ids
 
 
-# What a request may ask for
+# Options of a request
 
 
 @pytest.mark.parametrize(
@@ -420,22 +424,22 @@ def test_branches_are_samples_of_their_own_and_learned_once() -> None:
         ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "does not render tools"),
     ],
 )  # fmt: skip
-def test_what_would_not_be_learned_from_is_refused(fields: Message, named: str) -> None:
-    found: list[httpx.Response] = []
+def test_request_options_that_differ_from_the_recipe_are_rejected(fields: Message, named: str) -> None:
+    responses: list[httpx.Response] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
-        found.append(client.post(messages, **fields))
+        responses.append(client.post(messages, **fields))
         client.say(messages, temperature=1.0, top_p=1, top_k=-1, max_tokens=9, logprobs=True, top_logprobs=2)
         return 1.0
 
     (sample,) = play(agent)
     assert sample.error is None
-    assert found[0].status_code == 400
-    assert named in found[0].json()["error"]["message"]
+    assert responses[0].status_code == 400
+    assert named in responses[0].json()["error"]["message"]
 
 
-def test_the_recipes_sampling_can_take_the_place_of_a_requests() -> None:
+def test_ignore_sampling_replaces_request_options_with_the_recipes() -> None:
     def agent(prompt: Prompt, url: str, key: str) -> float:
         Client(url, key).say([{"role": "user", "content": prompt.text}], temperature=0.0, seed=3, top_p=0.1)
         return 1.0
@@ -446,22 +450,22 @@ def test_the_recipes_sampling_can_take_the_place_of_a_requests() -> None:
     check_learned_is_sampled(samples, engine)
 
 
-def test_a_conversation_has_its_budget() -> None:
-    found: list[Any] = []
+def test_conversation_has_a_token_budget() -> None:
+    results: list[Any] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
         reply = client.post(messages, max_tokens=400).json()["choices"][0]
-        found.append(reply["finish_reason"])
+        results.append(reply["finish_reason"])
         messages += [reply["message"], {"role": "tool", "content": "15;"}]
-        found.append(client.post(messages).json()["error"])
+        results.append(client.post(messages).json()["error"])
         return 0.0
 
     (sample,) = play(agent, sampling=SAMPLING.model_copy(update={"max_tokens": 5}))
     assert (len(sample.token_ids), sample.finish_reason, sample.reward) == (5, "length", 0.0)
-    assert found[0] == "length"
-    assert found[1]["code"] == "context_length_exceeded"
-    assert "sampling.max_tokens = 5" in found[1]["message"]
+    assert results[0] == "length"
+    assert results[1]["code"] == "context_length_exceeded"
+    assert "sampling.max_tokens = 5" in results[1]["message"]
 
 
 # Failures
@@ -476,21 +480,21 @@ def test_a_conversation_has_its_budget() -> None:
         (lambda *_: time.sleep(SECONDS), ItemError("timeout", "the agent: no response within 0.3 s (agent.timeout)")),
     ],
 )  # fmt: skip
-def test_an_agent_that_fails_costs_its_own_sample(agent: Any, error: ItemError) -> None:
-    def one_of_them(prompt: Prompt, url: str, key: str) -> Any:
+def test_failing_agent_fails_only_its_own_sample(agent: Any, error: ItemError) -> None:
+    def sometimes_failing(prompt: Prompt, url: str, key: str) -> Any:
         if prompt.text == "5+6=":
             return agent(prompt, url, key)
         return sums_agent.play(prompt, url, key)
 
     timeout: dict[str, Any] = {"timeout": 0.3} if error.type == "timeout" else {}
-    samples = play(one_of_them, [PROMPTS[3]] if timeout else PROMPTS, **timeout)
+    samples = play(sometimes_failing, [PROMPTS[3]] if timeout else PROMPTS, **timeout)
     assert [sample.error for sample in samples[:-1]] == [None] * (len(samples) - 1)
     assert (samples[-1].error, samples[-1].finish_reason, samples[-1].reward) == (error, "error", None)
     assert samples[-1] not in usable([replace(samples[-1], reward=1.0)], grouped=False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1.0", [1.0]])
-def test_what_is_no_reward_is_an_error_and_never_a_zero(value: Any) -> None:
+def test_invalid_reward_is_an_error_and_never_zero(value: Any) -> None:
     def agent(prompt: Prompt, url: str, key: str) -> Any:
         Client(url, key).say([{"role": "user", "content": prompt.text}])
         return value
@@ -501,33 +505,33 @@ def test_what_is_no_reward_is_an_error_and_never_a_zero(value: Any) -> None:
     assert (sample.reward, len(sample.token_ids) > 0) == (None, True), "what it said until then is kept"
 
 
-def test_an_episode_that_is_over_is_not_answered() -> None:
-    late: list[int] = []
+def test_requests_to_a_finished_episode_are_rejected() -> None:
+    late_statuses: list[int] = []
     engine = Watched()
-    known: list[tuple[str, str]] = []
+    connections: list[tuple[str, str]] = []
 
     def agent(prompt: Prompt, url: str, key: str) -> float:
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
-        if prompt.text == "5+6=":  # its requests come with the other's key, when that one's episode is over
-            while not known or late[-1:] != [410]:
-                late.append(Client(url, known[0][1]).post(messages).status_code if known else 0)
+        if prompt.text == "5+6=":  # sends requests with the other agent's key, until its episode is over
+            while not connections or late_statuses[-1:] != [410]:
+                late_statuses.append(Client(url, connections[0][1]).post(messages).status_code if connections else 0)
             client.say(messages)
             return 0.0
         client.say(messages)
-        known.append((url, key))
+        connections.append((url, key))
         return 1.0
 
-    with player(agent, engine=engine) as made:
-        samples = made.play([PROMPTS[0], PROMPTS[3]], 1, "s")
-        url, key = known[0]
+    with player(agent, engine=engine) as agent_player:
+        samples = agent_player.play([PROMPTS[0], PROMPTS[3]], 1, "s")
+        url, key = connections[0]
         reply = Client(url, key).post([{"role": "user", "content": "1+1="}])
-    assert late[-1] == 410
+    assert late_statuses[-1] == 410
     assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert [sample.error for sample in samples] == [None, None]
     assert len(turns_of(samples[0])) == 1
 
 
-def test_a_request_that_is_under_way_when_its_episode_ends_is_given_up() -> None:
+def test_running_request_is_cancelled_when_its_episode_ends() -> None:
     engine = Watched()
 
     def post(client: Client, messages: Sequence[Message]) -> None:
@@ -545,10 +549,10 @@ def test_a_request_that_is_under_way_when_its_episode_ends_is_given_up() -> None
     assert not engine.busy
 
 
-def test_a_rollout_that_breaks_off_leaves_nothing_behind() -> None:
-    """As a signal does, in the middle of it: the agents are told, and the next rollout is as if nothing had been."""
+def test_interrupted_rollout_leaves_no_requests_behind() -> None:
+    """An exception ends a rollout in the middle, as a signal does: agents get an error; the next rollout is correct."""
     engine = Watched()
-    told = threading.Event()
+    notified = threading.Event()
 
     class Left(Exception):
         pass
@@ -558,20 +562,20 @@ def test_a_rollout_that_breaks_off_leaves_nothing_behind() -> None:
         reply = client.post(messages)
         if reply.status_code != 200:
             assert reply.json()["error"]["code"] == "episode_over"
-            told.set()
+            notified.set()
         return 1.0
 
     def broken() -> list[Update]:
         raise Left
 
-    with player(agent, engine=engine) as made:
+    with player(agent, engine=engine) as agent_player:
         engine.step = broken  # type: ignore[method-assign]
         with pytest.raises(Left):
-            made.play(PROMPTS, 1, "s")
+            agent_player.play(PROMPTS, 1, "s")
         del engine.step
-        assert told.wait(SECONDS)
+        assert notified.wait(SECONDS)
         assert not engine.busy
-        samples = made.play(PROMPTS, 1, "s")
+        samples = agent_player.play(PROMPTS, 1, "s")
     assert [sample.error for sample in samples] == [None] * 4
     check_learned_is_sampled(samples, engine)
 
@@ -588,9 +592,9 @@ time.sleep(60)
 """
 
 
-def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice() -> None:
-    """By their number: of four agents one plays well, one hangs up and sends again, one sends everything twice and in
-    streams, one is killed in the middle or raises. An agent in a process of its own is among the killed."""
+def test_32_agents_with_kills_and_disconnects_lose_and_repeat_no_turn() -> None:
+    """Of every four agents one plays normally, one disconnects and retries, one sends each request also as a stream,
+    and one is killed or raises in the middle. One of the killed agents runs in a separate process."""
     engine = Watched()
     numbers: dict[tuple[str, str], int] = {}
     lock = threading.Lock()
@@ -600,8 +604,8 @@ def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice()
             number = numbers[prompt.text, key] = len(numbers)
         client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
         if number == 3:
-            given = json.dumps([url, key, messages])
-            with subprocess.Popen([sys.executable, "-I", "-c", KILLED, given], stdout=subprocess.PIPE) as child:
+            arguments = json.dumps([url, key, messages])
+            with subprocess.Popen([sys.executable, "-I", "-c", KILLED, arguments], stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 assert child.stdout.readline()
                 os.kill(child.pid, signal.SIGKILL)
@@ -628,21 +632,21 @@ def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice()
     assert {sample.error.message for sample in failed if sample.error is not None} == {
         "RuntimeError: killed", "RuntimeError: the agent's process ended with -9"
     }  # fmt: skip
-    calm = {(s.group, s.index): s for s in play(sums_agent.play, PROMPTS, 8)}
+    undisturbed = {(s.group, s.index): s for s in play(sums_agent.play, PROMPTS, 8)}
     for sample in samples:
         if sample.error is None:
-            assert sample.token_ids == calm[sample.group, sample.index].token_ids, "as if nothing had happened"
-            assert sample.reward == calm[sample.group, sample.index].reward
+            assert sample.token_ids == undisturbed[sample.group, sample.index].token_ids, "as if nothing had happened"
+            assert sample.reward == undisturbed[sample.group, sample.index].reward
         else:
-            whole = calm[sample.group, sample.index].token_ids
-            assert whole[: len(sample.token_ids)] == sample.token_ids
+            token_ids = undisturbed[sample.group, sample.index].token_ids
+            assert token_ids[: len(sample.token_ids)] == sample.token_ids
     assert not engine.busy
 
 
 # Recipes
 
 
-def test_a_run_with_an_agent_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+def test_invalid_agent_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[agent\] runs whole episodes"):
         recipe(agent={"function": "a:b"}, environment={"name": "calculator"})
     with pytest.raises(ConfigError, match="resources set 2"):
@@ -666,15 +670,15 @@ SMALL: dict[str, Any] = {
 
 
 def trained(directory: Path, **tables: Any) -> list[tuple[Sample, ...]]:
-    """The samples that a run has learned from, step by step."""
-    told = recipe(**SMALL, **tables)
-    with Run(directory, told, resume=False, fresh=True) as run:
-        RlTraining(told, run, Silent()).fit()
+    """The samples that a run was trained on, by step."""
+    tree = recipe(**SMALL, **tables)
+    with Run(directory, tree, resume=False, fresh=True) as run:
+        RlTraining(tree, run, Silent()).fit()
     dump = Dump(directory / "rollouts")
     return [dump.read(step)[0] for step in (1, 2)]
 
 
-def test_a_run_learns_from_what_its_agents_played(tmp_path: Path) -> None:
+def test_run_trains_on_its_agents_episodes(tmp_path: Path) -> None:
     threads = {thread.name for thread in threading.enumerate()}
     batches = trained(tmp_path / "run")
     assert [len(samples) for samples in batches] == [8, 8]
@@ -687,16 +691,16 @@ def test_a_run_learns_from_what_its_agents_played(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["swapped", "hybrid", "disaggregated", "async"])
-def test_every_placement_plays(name: str, tmp_path: Path) -> None:
+def test_every_placement_plays_the_same_episodes(name: str, tmp_path: Path) -> None:
     first, _ = trained(tmp_path / "other", placement={"name": name})
-    alone, _ = trained(tmp_path / "colocated")
-    assert [s.token_ids for s in first] == [s.token_ids for s in alone]
-    assert [s.reward for s in first] == [s.reward for s in alone]
+    colocated, _ = trained(tmp_path / "colocated")
+    assert [s.token_ids for s in first] == [s.token_ids for s in colocated]
+    assert [s.reward for s in first] == [s.reward for s in colocated]
 
 
-def test_the_recipe_names_the_agent_that_comes_with_the_world() -> None:
-    found = load_recipe(Path("sums-agent"))
-    assert isinstance(found, RlRecipe)
-    assert found.agent is not None
-    assert load_agent(found.agent).__code__ is sums_agent.play.__code__
-    assert asyncio.iscoroutinefunction(load_agent(found.agent)) is False
+def test_sums_agent_recipe_names_the_agent_of_its_world() -> None:
+    loaded = load_recipe(Path("sums-agent"))
+    assert isinstance(loaded, RlRecipe)
+    assert loaded.agent is not None
+    assert load_agent(loaded.agent).__code__ is sums_agent.play.__code__
+    assert asyncio.iscoroutinefunction(load_agent(loaded.agent)) is False

@@ -13,7 +13,7 @@ from plaudit.errors import BadCheckpoint
 from plaudit.train.run.checkpoint import Checkpoints
 from tests.forked import run_forked
 
-# Saves step 1 in peace, then, in a forked child, step 2 with a system call that kills or a disk that is full.
+# Saves step 1 normally, then step 2 in a forked child in which a system call kills it or the disk is full.
 SAVER = """
 import os, resource, signal, sys
 from pathlib import Path
@@ -74,7 +74,7 @@ def saver(tensors: dict[str, torch.Tensor]) -> Callable[[Path], None]:
 
 
 def break_saves(root: Path, fault: str, *points: int) -> tuple[dict[int, int], list[str]]:
-    """Exit code of the save at each fault point, and what the failing ones said."""
+    """Exit code of the save at each fault point, and the error messages of those that failed."""
     done = run_forked("-c", SAVER, str(root), fault, *map(str, points))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -93,30 +93,30 @@ def newest(directory: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_killed_at_every_fault_point_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
+def test_last_complete_checkpoint_is_loaded_after_a_kill_at_any_fault_point(tmp_path: Path) -> None:
     codes, _ = break_saves(tmp_path, "kill", *range(1, 41))
-    found = {at: newest(tmp_path / str(at)) for at in codes}
+    loaded = {at: newest(tmp_path / str(at)) for at in codes}
     for at, code in codes.items():
-        step, warnings = found[at]
+        step, warnings = loaded[at]
         assert not warnings
         assert code in (0, -9)
         assert step == 2 if code == 0 else step in (1, 2)
         assert (tmp_path / str(at) / "latest").read_text() in ("step-000001", "step-000002")
-    # Some die before the rename, some after it, and some points lie beyond the last call.
-    assert {(codes[at], found[at][0]) for at in codes} == {(-9, 1), (-9, 2), (0, 2)}
+    # Some saves are killed before the rename, some after it, and some points lie beyond the last call.
+    assert {(codes[at], loaded[at][0]) for at in codes} == {(-9, 1), (-9, 2), (0, 2)}
 
 
-def test_the_save_after_a_killed_one_clears_its_leftovers(three: Path) -> None:
+def test_save_after_a_killed_save_removes_its_leftovers(three: Path) -> None:
     (three / "step-000004.tmp" / "model").mkdir(parents=True)
     Checkpoints(three, keep=2).save(5, lambda path: path.mkdir(), saver({"exp_avg/x": torch.zeros(1)}), {"mark": 5})
     assert sorted(path.name for path in three.iterdir()) == ["latest", "step-000003", "step-000005"]
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so_in_one_line(tmp_path: Path) -> None:
-    codes, said = break_saves(tmp_path, "full", 100, 3000)
+def test_full_disk_keeps_the_earlier_checkpoint_and_gives_a_one_line_error(tmp_path: Path) -> None:
+    codes, errors = break_saves(tmp_path, "full", 100, 3000)
     assert codes == {100: 3, 3000: 3}
-    assert len(said) == 2
-    for at, line in zip(codes, said, strict=True):
+    assert len(errors) == 2
+    for at, line in zip(codes, errors, strict=True):
         assert "earlier checkpoints are intact" in line
         assert newest(tmp_path / str(at)) == (1, [])
         assert sorted(path.name for path in (tmp_path / str(at)).iterdir()) == ["latest", "step-000001"]
@@ -131,12 +131,12 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_the_newest_are_kept(three: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(three: Path) -> None:
     assert sorted(path.name for path in three.iterdir()) == ["latest", "step-000002", "step-000003"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(three: Path, damage: str) -> None:
+def test_damaged_file_is_named_and_the_previous_checkpoint_is_used(three: Path, damage: str) -> None:
     path = three / "step-000003" / ("manifest.json" if damage == "manifest" else "optimizer.safetensors")
     data = bytearray(path.read_bytes())
     if damage == "flip":
@@ -152,14 +152,14 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(three: Path, 
     assert path.name in warnings[0]
 
 
-def test_when_all_are_damaged_the_cure_is_named(three: Path) -> None:
+def test_error_names_the_fix_when_all_checkpoints_are_damaged(three: Path) -> None:
     for name in ("step-000002", "step-000003"):
         (three / name / "state.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="start over with --fresh"):
         Checkpoints(three, keep=2).load(lambda message: None)
 
 
-def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
+def test_load_returns_none_without_a_checkpoint(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path, keep=2).load(print) is None
 
 
@@ -169,23 +169,21 @@ def test_the_manifest_covers_every_file(three: Path) -> None:
     assert set(json.loads((directory / "manifest.json").read_text())) == files
 
 
-def test_every_byte_is_on_the_disk_before_the_checkpoint_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill cannot show a missing fsync, only a power cut can: so the order of the system calls is looked at."""
+def test_all_files_are_synced_before_the_checkpoint_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a power cut could show a missing fsync, a kill cannot: so this checks the order of the system calls."""
     calls: list[tuple[str, Path]] = []
     fsync, rename = os.fsync, os.rename
 
-    def seen_fsync(handle: int) -> None:
+    def recording_fsync(handle: int) -> None:
         calls.append(("fsync", Path(f"/proc/self/fd/{handle}").readlink()))
         fsync(handle)
 
-    def seen_rename(source: Path, target: Path) -> None:
+    def recording_rename(source: Path, target: Path) -> None:
         calls.append(("rename", Path(source)))
         rename(source, target)
 
-    monkeypatch.setattr(os, "fsync", seen_fsync)
-    monkeypatch.setattr(os, "rename", seen_rename)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
 
     def save_model(path: Path) -> None:
         path.mkdir()
@@ -194,7 +192,7 @@ def test_every_byte_is_on_the_disk_before_the_checkpoint_has_its_name(
     directory = tmp_path / "checkpoints"
     final = Checkpoints(directory, keep=3).save(7, save_model, saver({"x": torch.ones(2)}), {"mark": 7})
     temporary = final.with_name(f"{final.name}.tmp")
-    named = calls.index(("rename", temporary))
-    synced = {path for kind, path in calls[:named] if kind == "fsync"}
+    rename_index = calls.index(("rename", temporary))
+    synced = {path for kind, path in calls[:rename_index] if kind == "fsync"}
     assert {temporary / path.relative_to(final) for path in (*final.rglob("*"), final)} <= synced
-    assert ("fsync", directory) in calls[named:]
+    assert ("fsync", directory) in calls[rename_index:]

@@ -1,5 +1,5 @@
-"""Distillation in the learner: equal to plain transformers for any split; local teachers and teachers over HTTP;
-failures."""
+"""Distillation in the learner: gradients equal to plain transformers for any micro-batch size; local and served
+teachers; failures."""
 
 from __future__ import annotations
 
@@ -39,36 +39,36 @@ def algorithm(teachers: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 def teachers_of(tables: dict[str, Any], temperature: float = 1.0) -> Teachers:
-    found = {
+    local_teachers = {
         name: LocalTeacher(
             policy(tiny(seed=10 + i), {"name": "grpo"}, temperature=temperature, micro_batch_tokens=40), VOCABULARY
         )
         for i, name in enumerate(tables)
     }
-    return Teachers(found, {name: table.get("top_k", 0) for name, table in tables.items()})
+    return Teachers(local_teachers, {name: table.get("top_k", 0) for name, table in tables.items()})
 
 
 def experience(tables: dict[str, Any], temperature: float = 1.0) -> Experience:
     samples = tuple(made_up())
-    own, drawn = own_tokens(samples), flat(samples, "logprobs")
-    nothing = (None,) * 6
-    taught = teachers_of(tables, temperature).read(samples)
-    return Experience(samples, own, drawn, torch.zeros(len(own)), *nothing, *taught.arrays)
+    mask, drawn = own_tokens(samples), flat(samples, "logprobs")
+    unset = (None,) * 6
+    teacher_outputs = teachers_of(tables, temperature).read(samples)
+    return Experience(samples, mask, drawn, torch.zeros(len(mask)), *unset, *teacher_outputs.arrays)
 
 
 @pytest.mark.parametrize("tables", [TOKEN, TOP, WHOLE, BOTH], ids=["token", "top-k", "whole", "both"])
 @pytest.mark.parametrize("budget", [30, 1])
-def test_the_gradient_is_the_same_however_a_batch_is_split(tables: dict[str, Any], budget: int) -> None:
-    data, found = experience(tables), []
+def test_gradient_does_not_depend_on_the_micro_batch_size(tables: dict[str, Any], budget: int) -> None:
+    data, results = experience(tables), []
     for each in (4096, budget):
         module = tiny()
         policy(module, algorithm(tables), micro_batch_tokens=each).gradient(data, 0.0)
-        found.append(gradients(module))
-    assert relative(found[1], found[0]) < 5e-6
+        results.append(gradients(module))
+    assert relative(results[1], results[0]) < 5e-6
 
 
 def plain_tables(module: Any, samples: Sequence[Sample], temperature: float) -> torch.Tensor:
-    """(policy tokens, V): log-probs by transformers alone, a sample at a time."""
+    """(policy tokens, V): log-probs by plain transformers, one sample at a time."""
     module.set_attn_implementation("sdpa")
     rows = []
     for sample in samples:
@@ -79,60 +79,62 @@ def plain_tables(module: Any, samples: Sequence[Sample], temperature: float) -> 
 
 @pytest.mark.parametrize("tables", [TOKEN, TOP, WHOLE], ids=["token", "top-k", "whole"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_gradient_is_that_of_plain_transformers(tables: dict[str, Any], temperature: float) -> None:
+def test_gradient_equals_that_of_plain_transformers(tables: dict[str, Any], temperature: float) -> None:
     samples, module, other = made_up(), tiny(), tiny()
-    ours = policy(module, algorithm(tables), temperature=temperature, micro_batch_tokens=40)
-    seen = ours.gradient(experience(tables, temperature), 0.0).metrics()
+    learner = policy(module, algorithm(tables), temperature=temperature, micro_batch_tokens=40)
+    metrics = learner.gradient(experience(tables, temperature), 0.0).metrics()
 
     table = plain_tables(other, samples, temperature)
     tokens = torch.tensor([t for s in samples for t, own in zip(s.token_ids, s.mask, strict=True) if own])
     total = torch.zeros(len(tokens))
     for i, teacher in enumerate(tables.values()):
-        theirs = plain_tables(tiny(seed=10 + i), samples, temperature).detach()
+        teacher_table = plain_tables(tiny(seed=10 + i), samples, temperature).detach()
         if k := teacher.get("top_k", 0):
-            ids = theirs.topk(k).indices
-            mine, his = table.gather(-1, ids), theirs.gather(-1, ids)
+            ids = teacher_table.topk(k).indices
+            student, target = table.gather(-1, ids), teacher_table.gather(-1, ids)
             if k < VOCABULARY:
-                mine, his = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (mine, his))
-            kl = (mine.exp() * (mine - his)).sum(-1)
+                student, target = (
+                    torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (student, target)
+                )
+            kl = (student.exp() * (student - target)).sum(-1)
         else:
             drawn = table.gather(-1, tokens[:, None])[:, 0]
-            kl = (drawn - theirs.gather(-1, tokens[:, None])[:, 0]).detach() * drawn
+            kl = (drawn - teacher_table.gather(-1, tokens[:, None])[:, 0]).detach() * drawn
         total = total + teacher.get("weight", 1.0) * kl
     total.mean().backward()
     assert relative(gradients(module), gradients(other)) < 1e-5
-    if "teacher/kl_top_k" in seen:
-        assert seen["teacher/kl_top_k"] == pytest.approx(total.mean().item(), abs=1e-6)
+    if "teacher/kl_top_k" in metrics:
+        assert metrics["teacher/kl_top_k"] == pytest.approx(total.mean().item(), abs=1e-6)
 
 
-def test_a_step_draws_the_policy_to_its_teacher_and_rewards_count_beside() -> None:
-    """The reward's advantages are what they were; the teacher's part comes on top."""
+def test_teacher_kl_is_added_and_reward_advantages_stay_the_same() -> None:
+    """The reward's advantages are unchanged; the teacher's term is added to the loss."""
     mixed = algorithm({"one": {"path": "unread"}}, advantage={"estimator": "group"})
-    found = {}
+    results = {}
     for name, keys, tables in (("mixed", mixed, {"one": {}}), ("alone", {"name": "dr-grpo"}, {})):
-        ours, module = recipe(algorithm=keys, train={"lr": 1e-3}), tiny()
+        tree, module = recipe(algorithm=keys, train={"lr": 1e-3}), tiny()
         learner = policy(module, keys)
         step = RlLearner(
-            ours, learner, Optimizer(module, ours.train), None, None, Clock(), teachers_of(tables) if tables else None
+            tree, learner, Optimizer(module, tree.train), None, None, Clock(), teachers_of(tables) if tables else None
         )
-        metrics, learned = step.update(Batch(tuple(made_up()), version=0), step=0)
-        assert learned is not None
-        found[name] = (metrics, learned.advantages)
-    assert torch.equal(found["mixed"][1], found["alone"][1])
-    assert found["alone"][1].abs().max() > 0
+        metrics, batch_experience = step.update(Batch(tuple(made_up()), version=0), step=0)
+        assert batch_experience is not None
+        results[name] = (metrics, batch_experience.advantages)
+    assert torch.equal(results["mixed"][1], results["alone"][1])
+    assert results["alone"][1].abs().max() > 0
     samples = made_up()
-    theirs = teachers_of({"one": {}}).teachers["one"].logprobs(samples)
-    drawn = (flat(samples, "logprobs") - theirs)[own_tokens(samples)].mean().item()
-    assert found["mixed"][0]["teacher/one/kl"] == pytest.approx(drawn)
-    assert not any("teacher" in name for name in found["alone"][0])
+    teacher_logprobs = teachers_of({"one": {}}).teachers["one"].logprobs(samples)
+    drawn = (flat(samples, "logprobs") - teacher_logprobs)[own_tokens(samples)].mean().item()
+    assert results["mixed"][0]["teacher/one/kl"] == pytest.approx(drawn)
+    assert not any("teacher" in name for name in results["alone"][0])
 
 
-def test_many_steps_come_to_the_teacher() -> None:
+def test_steps_reduce_the_kl_to_the_teacher() -> None:
     tables = {"one": {"path": "unread", "top_k": 8}}
     module, teachers = tiny(), teachers_of(tables)
-    ours = recipe(algorithm=algorithm(tables), train={"lr": 3e-3, "steps": 12})
+    tree = recipe(algorithm=algorithm(tables), train={"lr": 3e-3, "steps": 12})
     step = RlLearner(
-        ours, policy(module, algorithm(tables)), Optimizer(module, ours.train), None, None, Clock(), teachers
+        tree, policy(module, algorithm(tables)), Optimizer(module, tree.train), None, None, Clock(), teachers
     )
     kls = [step.update(Batch(tuple(made_up()), version=i), step=i)[0]["teacher/kl_top_k"] for i in range(12)]
     assert 0 < kls[-1] < kls[0] / 2
@@ -143,7 +145,7 @@ class Mute(LocalTeacher):
         return super().logprobs(samples).fill_(float("nan"))
 
 
-def test_a_teacher_without_an_answer_ends_the_step_and_is_never_0() -> None:
+def test_non_finite_teacher_log_probs_are_an_error_and_never_zero() -> None:
     teacher = Mute(policy(tiny(), {"name": "grpo"}), VOCABULARY)
     with pytest.raises(RunError, match="the teacher big returned non-finite log-probs"):
         Teachers({"big": teacher}, {"big": 0}).read(made_up())
@@ -160,12 +162,12 @@ def test_a_teacher_without_an_answer_ends_the_step_and_is_never_0() -> None:
         ({"teachers": {"a": {"path": "x", "weight": 0.0}}}, "weight"),
     ],
 )  # fmt: skip
-def test_a_table_that_cannot_work_is_refused(table: dict[str, Any], said: str) -> None:
+def test_invalid_teacher_tables_are_rejected(table: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(algorithm={"name": "distill", **table})
 
 
-def test_a_server_gives_no_log_probs_at_other_temperatures() -> None:
+def test_served_teacher_with_another_temperature_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"sampling.temperature = 0.7, and the server of algorithm.teachers.a returns"
     ):
@@ -193,7 +195,7 @@ def curve(run: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy, a little astray."""
+    """The policy with noise added to its weights."""
     loaded = load_policy("sums-policy")
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -204,14 +206,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokens are others."""
+    """The policy with one token added to its vocabulary."""
     loaded = load_policy("sums-policy")
     loaded.tokenizer.add_tokens(["carry"])
     loaded.module.resize_token_embeddings(len(loaded.tokenizer))  # type: ignore[operator]
     return save(loaded.module, loaded.tokenizer, tmp_path_factory.mktemp("stranger") / "model")
 
 
-def test_a_run_of_teachers_alone_needs_no_reward(teacher: Path, tmp_path: Path) -> None:
+def test_run_with_only_teachers_needs_no_reward(teacher: Path, tmp_path: Path) -> None:
     done = plaudit_here("train", str(small(tmp_path, {"t": {"path": str(teacher)}})), "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert len(curve(tmp_path / "run", "teacher/t/kl")) == 2
@@ -220,7 +222,7 @@ def test_a_run_of_teachers_alone_needs_no_reward(teacher: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_to_the_bit_also_where_teachers_are_parked(teacher: Path, tmp_path: Path) -> None:
+def test_resumed_run_is_equal_bit_for_bit_also_with_offloaded_teachers(teacher: Path, tmp_path: Path) -> None:
     tables = {"t": {"path": str(teacher)}, "k": {"path": "sums-policy", "top_k": 4}}
     for name, stages, place in (("whole", [4], "colocated"), ("halves", [2, 4], "swapped")):
         for i, steps in enumerate(stages):
@@ -232,7 +234,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_also_where_teachers_are_parked(tea
     assert curves[0] == curves[1]
 
 
-def test_another_vocabulary_is_refused_in_one_line(stranger: Path, tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_rejected_in_one_line(stranger: Path, tmp_path: Path) -> None:
     done = plaudit_here("train", str(small(tmp_path, {"big": {"path": str(stranger)}})), "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -243,7 +245,7 @@ def test_another_vocabulary_is_refused_in_one_line(stranger: Path, tmp_path: Pat
     assert "'carry' there and None here" in line
 
 
-def test_more_tokens_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_top_k_above_the_vocabulary_size_is_rejected(tmp_path: Path) -> None:
     file = small(tmp_path, {"t": {"path": "sums-policy", "top_k": 19}})
     done = plaudit_here("train", str(file), "--out", str(tmp_path / "run"))
     assert done.returncode == 2
@@ -266,28 +268,28 @@ def own_samples() -> list[Sample]:
 
 
 @pytest.mark.slow
-def test_a_served_teacher_says_what_it_says_in_the_process(server: ServerProcess, teacher: Path) -> None:
-    here = policy(load_policy(teacher).module, {"name": "grpo"}).logprobs(own_samples())
-    found = ServedTeacher("t", TeacherTable(url=server.url), load_policy("sums-policy").tokenizer)
-    assert torch.allclose(found.logprobs(own_samples()), here, atol=1e-5)
-    assert found.logprobs(own_samples())[5:7].tolist() == [0.0, 0.0]
-    found.close()
+def test_served_teacher_returns_the_log_probs_of_a_local_one(server: ServerProcess, teacher: Path) -> None:
+    expected = policy(load_policy(teacher).module, {"name": "grpo"}).logprobs(own_samples())
+    served = ServedTeacher("t", TeacherTable(url=server.url), load_policy("sums-policy").tokenizer)
+    assert torch.allclose(served.logprobs(own_samples()), expected, atol=1e-5)
+    assert served.logprobs(own_samples())[5:7].tolist() == [0.0, 0.0]
+    served.close()
 
 
 @pytest.mark.slow
-def test_a_served_teacher_with_another_vocabulary_is_refused(server: ServerProcess) -> None:
-    ours = load_policy("sums-policy").tokenizer
-    swapped = ours.backend_tokenizer.to_str().replace('"7"', '"?"').replace('"8"', '"7"').replace('"?"', '"8"')
+def test_served_teacher_with_another_vocabulary_is_rejected(server: ServerProcess) -> None:
+    tokenizer = load_policy("sums-policy").tokenizer
+    swapped = tokenizer.backend_tokenizer.to_str().replace('"7"', '"?"').replace('"8"', '"7"').replace('"?"', '"8"')
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(swapped))
     with pytest.raises(ConfigError, match=r"has a different vocabulary: token \d+ is '7' there and '8' here"):
         ServedTeacher("t", TeacherTable(url=server.url), other)
-    ours.add_tokens(["carry"])
+    tokenizer.add_tokens(["carry"])
     with pytest.raises(TeacherFailed, match=r"the teacher t at .* refuses /generate \(400\): .*18"):
-        ServedTeacher("t", TeacherTable(url=server.url), ours)
+        ServedTeacher("t", TeacherTable(url=server.url), tokenizer)
 
 
 @pytest.mark.slow
-def test_a_run_with_a_served_teacher_is_that_with_its_model(
+def test_run_with_a_served_teacher_equals_the_run_with_a_local_one(
     server: ServerProcess, teacher: Path, tmp_path: Path
 ) -> None:
     curves = []
@@ -299,7 +301,7 @@ def test_a_run_with_a_served_teacher_is_that_with_its_model(
     assert curves[1] == pytest.approx(curves[0], abs=1e-5)
 
 
-def test_a_teacher_that_is_away_is_an_error_with_the_cure(tmp_path: Path) -> None:
+def test_unreachable_teacher_is_an_error_with_the_fix(tmp_path: Path) -> None:
     file = small(tmp_path, {"t": {"url": f"http://127.0.0.1:{free_port()}", "patience": 0.3}})
     done = plaudit_here("train", str(file), "--out", str(tmp_path / "run"))
     assert done.returncode == 2

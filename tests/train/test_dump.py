@@ -1,4 +1,4 @@
-"""Dumped samples load bit for bit, and training on them again gives the same numbers."""
+"""Dumped samples are read back bit for bit, and training on them again gives the same numbers."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def train(directory: Path, tree: RlRecipe, dumped: Dump | None = None, **options
 
 
 def plaudit(*arguments: str) -> int:
-    """The command, in this process."""
+    """Runs `plaudit train` in this process."""
     return app(["train", *arguments], standalone_mode=False) or 0
 
 
@@ -76,14 +76,14 @@ def test_each_sample_is_one_json_object(made: Path) -> None:
     assert first["extra"]["prompt"].endswith("=")
 
 
-def test_a_damaged_file_is_told_by_line(tmp_path: Path) -> None:
+def test_damaged_dump_error_names_the_file_and_line(tmp_path: Path) -> None:
     dump = Dump(tmp_path)
     dump.write(1, Batch(tuple(made_up())), 1)
-    whole = dump.path(1).read_text()
-    dump.path(1).write_text(whole + '{"drawn": 1}\n')
+    text = dump.path(1).read_text()
+    dump.path(1).write_text(text + '{"drawn": 1}\n')
     with pytest.raises(DataError, match=r"step-000001.jsonl:7 is not a dumped sample: KeyError"):
         dump.read(1)
-    dump.path(1).write_text(whole[:-20])
+    dump.path(1).write_text(text[:-20])
     with pytest.raises(DataError, match=r"step-000001.jsonl:6 is not a dumped sample"):
         dump.read(1)
     with pytest.raises(DumpEnded, match=r"step-000002.jsonl does not exist: the dump has steps 1 to 1"):
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_told_by_line(tmp_path: Path) -> None:
         Dump.find(tmp_path / "nowhere")
 
 
-def test_the_dump_of_another_model_is_refused(tmp_path: Path, made: Path) -> None:
+def test_dump_of_another_model_is_rejected(tmp_path: Path, made: Path) -> None:
     samples, drawn = Dump.find(made).read(1)
     other = Dump(tmp_path / "other")
     other.write(1, Batch((replace(samples[0], prompt_ids=(99,)), *samples[1:])), drawn)
@@ -104,8 +104,8 @@ def test_the_dump_of_another_model_is_refused(tmp_path: Path, made: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_a_killed_attempt_dumped_is_void(tmp_path: Path) -> None:
-    """A run killed at step 4 goes on from the checkpoint of step 2: its samples of 3 and 4 are made anew."""
+def test_resume_discards_samples_dumped_after_the_checkpoint(tmp_path: Path) -> None:
+    """A run killed after dumping step 3 resumes from the checkpoint of step 2 and generates later samples again."""
     tree = recipe(**RUNS["grpo"])
     train(tmp_path / "straight", tree)
 
@@ -141,7 +141,7 @@ def test_a_fresh_run_removes_the_old_dump(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_slow(RUNS))
-def test_a_replayed_run_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
+def test_replayed_run_is_equal_bit_for_bit(tmp_path: Path, name: str) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     train(run, recipe(**RUNS[name]))
     verdict = replay(run, again, Silent())
@@ -156,7 +156,7 @@ def test_a_replayed_run_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tmp_path: Path, made: Path) -> None:
+def test_partial_dump_is_replayed_to_its_last_step(tmp_path: Path, made: Path) -> None:
     for step in (4, 5):
         Dump.find(made).path(step).rename(tmp_path / f"{step}")
     try:
@@ -182,7 +182,7 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_learning_rate_is_found_out(tmp_path: Path, made: Path) -> None:
+def test_replay_reports_a_changed_learning_rate(tmp_path: Path, made: Path) -> None:
     tree = recipe(train={**STEPS, "lr": 2e-4, "dump": False})
     train(tmp_path / "run", tree, Dump.find(made))
     verdict = compare(made, tmp_path / "run")
@@ -194,14 +194,14 @@ def test_another_learning_rate_is_found_out(tmp_path: Path, made: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollout_only_train_only_and_replay_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.toml"
     file.write_text(to_toml(recipe(train={**STEPS, "steps": 2, "dump": False})))
     runs = {name: tmp_path / name for name in ("rolled", "learned", "run")}
     assert plaudit(str(file), "--rollout-only", "--out", str(runs["rolled"])) == 0
-    said = capsys.readouterr()
-    assert "32 samples of 2 steps" in said.out
-    assert "reward" in said.err
+    output = capsys.readouterr()
+    assert "32 samples of 2 steps" in output.out
+    assert "reward" in output.err
     assert not (runs["rolled"] / "final").exists()
     versions = {v for step in (1, 2) for s in Dump.find(runs["rolled"]).read(step)[0] for v in s.versions}
     assert versions == {0}, "the policy stayed as it was"
@@ -230,12 +230,12 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--replay", "nowhere"], "no recipe of a run at nowhere"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_go_together_are_told(arguments: list[str], message: str) -> None:
+def test_incompatible_options_are_rejected(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plaudit(*arguments)
 
 
-def test_rolling_out_leaves_the_weights_alone(tmp_path: Path) -> None:
+def test_rollout_only_does_not_change_the_weights(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 2})
     with Run(tmp_path / "run", tree) as run:
         training = RlTraining(tree, run, Silent())

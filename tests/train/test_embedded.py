@@ -1,4 +1,4 @@
-"""The shipped models: as good as their stated figures, loadable by plain transformers, and reproducible by training."""
+"""The shipped models: they meet their stated metrics, load in plain transformers, and can be trained again."""
 
 import json
 import os
@@ -24,20 +24,20 @@ CLASSES = {
     "sums": transformers.AutoModelForSequenceClassification,
     "sums-steps": transformers.AutoModelForTokenClassification,
 }
-# Name of the recipe, embedded name, in the order in which each is the start of the next.
-MADE = [("sums-sft", "sums-policy"), ("sums-prm", "sums-steps"), ("sums-reward", "sums")]
-# Lowest and highest value that a figure may have on held-out items.
+# (recipe, shipped model), in training order: each model initializes the next.
+TRAINED = [("sums-sft", "sums-policy"), ("sums-prm", "sums-steps"), ("sums-reward", "sums")]
+# Lowest and highest allowed value of a metric on held-out items.
 TARGETS = {
     "accuracy/sums/sampled": (0.40, 0.75),
     "accuracy/sums/greedy": (0.40, 0.85),
     "pair_accuracy": (0.95, 1.0),
     "step_auc": (0.97, 1.0),
     "first_wrong_f1": (0.90, 1.0),
-    "near_misses": (0.0, 0.08),  # of a model trained again, also on other processors
+    "near_misses": (0.0, 0.08),  # for a model trained again, also on other processors
 }
-# How far a figure of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
+# How far a metric of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
 TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08, "near_misses": 0.06}
-OTHERWISE = 0.03
+DEFAULT_TOLERANCE = 0.03
 
 
 def summary(directory: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def recipe_of(name: str) -> SftRecipe | RewardRecipe | PrmRecipe:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_plain_transformers_loads_it_and_it_is_small(name: str) -> None:
+def test_plain_transformers_loads_the_model_and_it_is_small(name: str) -> None:
     directory = resolve(name)
     model = CLASSES[name].from_pretrained(directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -69,17 +69,17 @@ def test_plain_transformers_loads_it_and_it_is_small(name: str) -> None:
         f.name for f in files
     }
     assert sum(file.stat().st_size for file in files) < 1_000_000
-    # Two ranks can share the heads.
+    # The heads are divisible over two ranks.
     assert model.config.num_attention_heads % 2 == model.config.num_key_value_heads % 2 == 0
 
 
-@pytest.mark.parametrize(("recipe", "name"), MADE)
-def test_its_recipe_is_the_one_in_the_repository_and_its_figures_are_good_enough(recipe: str, name: str) -> None:
+@pytest.mark.parametrize(("recipe", "name"), TRAINED)
+def test_shipped_recipe_matches_the_repository_and_metrics_meet_targets(recipe: str, name: str) -> None:
     assert recipe_of(name) == load_recipe(Path("plaudit/recipes") / f"{recipe}.toml")
     check_targets(summary(resolve(name)))
 
 
-def test_the_policy_errs_as_often_as_it_should() -> None:
+def test_policy_accuracy_is_in_its_range() -> None:
     loaded = load_any("sums-policy")
     figures = policy_accuracy(loaded, get_world("sums"), 200, seed=3)
     # 200 items: two standard errors are 0.07
@@ -88,10 +88,10 @@ def test_the_policy_errs_as_often_as_it_should() -> None:
 
 
 @pytest.mark.parametrize("name", ["sums", "sums-steps"])
-def test_the_judges_agree_with_the_truth(name: str) -> None:
+def test_reward_models_agree_with_the_truth(name: str) -> None:
     loaded, recipe = load_any(name), recipe_of(name)
     use_packed_attention(loaded.module)
-    # Another seed than the training's: other held-out items.
+    # A different seed than in training: different held-out items.
     rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums", eval_items=200))
     examples = [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows.heldout()]
     if name == "sums":
@@ -110,7 +110,7 @@ def test_the_judges_agree_with_the_truth(name: str) -> None:
     ],
     ids=lambda value: {0: "answer", 1: "last addition", 2: "first addition"}.get(value) if value in (0, 1, 2) else None,
 )  # fmt: skip
-def test_the_judges_see_an_error_of_one(name: str, back: int, most: float) -> None:
+def test_reward_models_detect_an_error_of_one(name: str, back: int, most: float) -> None:
     loaded, recipe = load_any(name), recipe_of(name)
     use_packed_attention(loaded.module)
     rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums")).near(back)
@@ -127,10 +127,10 @@ def test_the_judges_see_an_error_of_one(name: str, back: int, most: float) -> No
         ("sums-reward", 60, "sums-steps", "pair_accuracy", 0.86, 1.0),
     ],
 )
-def test_a_tenth_of_its_training_learns(
+def test_tenth_of_the_training_meets_its_target(
     tmp_path: Path, recipe: str, steps: int, start: str | None, figure: str, low: float, high: float
 ) -> None:
-    """Measured: 0.894, 0.874 and 0.905."""
+    """Measured metrics: 0.894, 0.874 and 0.905."""
     run = train(recipe, steps=steps, model=start, out=tmp_path, quiet=True)
     assert low <= run.summary[figure] <= high
 
@@ -138,13 +138,13 @@ def test_a_tenth_of_its_training_learns(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not os.environ.get("PLAUDIT_SOAK"), reason="`make soak` trains the shipped models again")
-def test_training_again_gives_the_same_quality(tmp_path: Path) -> None:
+def test_retraining_gives_the_same_quality(tmp_path: Path) -> None:
     trained: dict[str, Path] = {}
-    for recipe, name in MADE:
+    for recipe, name in TRAINED:
         start = load_recipe(Path("plaudit/recipes") / f"{recipe}.toml").model.path
         trained[name] = tmp_path / recipe
         run = train(recipe, model=trained[start] if start else None, out=trained[name], quiet=True)
         again, shipped = dict(run.summary), summary(resolve(name))
         check_targets(again)
         for figure in TARGETS.keys() & again.keys():
-            assert again[figure] == pytest.approx(shipped[figure], abs=TOLERANCE.get(figure, OTHERWISE)), figure
+            assert again[figure] == pytest.approx(shipped[figure], abs=TOLERANCE.get(figure, DEFAULT_TOLERANCE)), figure

@@ -61,7 +61,7 @@ def engine(**options: Any) -> Engine:
 
 
 class ScriptedEngine:
-    """An engine of another process, whose turns are dictated: what they would be sampled with is kept."""
+    """An engine of another process that returns scripted turns and records their contexts."""
 
     def __init__(self, turns: Sequence[str]) -> None:
         self.turns = list(turns)
@@ -81,7 +81,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """Says what it is told to, and keeps what it hears."""
+    """An environment that returns scripted turns and records its inputs."""
 
     def __init__(self, *turns: Any) -> None:
         self.turns = list(turns)
@@ -103,22 +103,22 @@ class Scripted:
 def scripted(
     texts: Sequence[str], turns: Sequence[Any], sampling: SamplingTable = SAMPLING, table: EnvironmentTable = TABLE
 ) -> tuple[Sample, Scripted, ScriptedEngine]:
-    world, played = Scripted(*turns), ScriptedEngine(texts)
-    (sample,) = Episodes(played, TOKENIZER, POSITIONS, sampling, table, 1, make=lambda: world).play(
+    world, scripted_engine = Scripted(*turns), ScriptedEngine(texts)
+    (sample,) = Episodes(scripted_engine, TOKENIZER, POSITIONS, sampling, table, 1, make=lambda: world).play(
         [prompt("7+8=")], 1, "s"
     )
-    return sample, world, played
+    return sample, world, scripted_engine
 
 
 def ids(text: str) -> tuple[int, ...]:
     return tuple(encode(TOKENIZER, text))
 
 
-# What a sample holds
+# Contents of a sample
 
 
 def test_two_turns_by_hand() -> None:
-    sample, world, played = scripted(["7+8=", "#15"], [Turn("15;", 0.25), Turn("never read", 0.5, done=True)])
+    sample, world, scripted_engine = scripted(["7+8=", "#15"], [Turn("15;", 0.25), Turn("never read", 0.5, done=True)])
     assert world.heard == ["7+8=", "7+8=", "#15"]
     assert sample.token_ids == ids("7+8=") + ids("15;") + ids("#15")
     assert sample.text == "7+8=15;#15"
@@ -129,11 +129,13 @@ def test_two_turns_by_hand() -> None:
     assert sample.versions == (0,) * 10
     assert (sample.finish_reason, sample.extra["turns"], sample.extra["end"]) == ("stop", 2, "done")
     first = list(prompt("7+8=").token_ids or ())
-    assert played.contexts == [first, [*first, *sample.token_ids[:7]]], "the tokens as they were, none written anew"
+    assert scripted_engine.contexts == [first, [*first, *sample.token_ids[:7]]], (
+        "the tokens as they were, none written anew"
+    )
 
 
 class Hours:
-    """Time that passes when somebody says so."""
+    """A time module whose clock the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -143,7 +145,7 @@ class Hours:
 
 
 class Marked(Clock):
-    """Says when somebody begins to wait for tools."""
+    """A clock that signals while a caller waits for tools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,30 +159,30 @@ class Marked(Clock):
             self.waiting.clear()
 
 
-def test_tools_have_a_time_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the engine takes 2 s here, an answer of the tool 5, its reset 7; an evaluation is one phase."""
-    hours, answered = Hours(), list[str]()
-    monkeypatch.setattr("plaudit.train.run.clock.time", hours)
+def test_tool_time_is_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an engine step takes 2 s, a tool call 5 s and a reset 7 s; an evaluation is one phase."""
+    time_module, responses = Hours(), list[str]()
+    monkeypatch.setattr("plaudit.train.run.clock.time", time_module)
     clock = Marked()
 
-    def passes(seconds: float) -> None:
+    def advance(seconds: float) -> None:
         assert clock.waiting.wait(30)
-        hours.now += seconds
+        time_module.now += seconds
 
     class Slow(Calculator):
         def reset(self, prompt: Prompt) -> None:
-            passes(7)
+            advance(7)
 
         def step(self, response: str) -> Turn:
-            answered.append(response)
-            passes(5)
+            responses.append(response)
+            advance(5)
             return super().step(response)
 
     class Working(Engine):
         steps = 0
 
         def step(self) -> Any:
-            hours.now += 2
+            time_module.now += 2
             self.steps += 1
             return super().step()
 
@@ -195,27 +197,27 @@ def test_tools_have_a_time_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
         rollouts = Rollouts(recipe, player, prompts, scorer, clock)
         rollouts.next(0, 0)
         split = clock.split()
-        assert len(answered) > 2
-        assert (split["time/generate"], split["time/tools"]) == (2 * working.steps, 7 + 5 * len(answered))
-        assert split["time/step"] == hours.now == split["time/generate"] + split["time/tools"]
-        begun = hours.now
+        assert len(responses) > 2
+        assert (split["time/generate"], split["time/tools"]) == (2 * working.steps, 7 + 5 * len(responses))
+        assert split["time/step"] == time_module.now == split["time/generate"] + split["time/tools"]
+        started = time_module.now
         with clock("evaluate"):
             rollouts.heldout(prompts.heldout()[:1], 1, "heldout")
         split = clock.split()
-        assert split == {"time/evaluate": hours.now - begun, "time/step": hours.now - begun}
+        assert split == {"time/evaluate": time_module.now - started, "time/step": time_module.now - started}
     finally:
         scorer.close()
 
 
-def test_versions_are_those_of_the_turn() -> None:
-    played = ScriptedEngine(["7+8=", "#15"])
+def test_each_turn_records_its_weight_version() -> None:
+    scripted_engine = ScriptedEngine(["7+8=", "#15"])
 
-    def published() -> Turn:
-        played.version = 5
+    def turn_after_publication() -> Turn:
+        scripted_engine.version = 5
         return Turn("15;")
 
-    world = Scripted(published, Turn(done=True))
-    (sample,) = Episodes(played, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=lambda: world).play(
+    world = Scripted(turn_after_publication, Turn(done=True))
+    (sample,) = Episodes(scripted_engine, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=lambda: world).play(
         [prompt("7+8=")], 1, "s"
     )
     assert sample.versions == (0,) * 7 + (5,) * 3
@@ -229,13 +231,13 @@ def test_an_observation_never_becomes_control_tokens() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "text", "turns", "end"),
     [
-        (4, "7+8=", 1, "tokens"),  # the policy's turn fills it
-        (7, "7+8=", 1, "tokens"),  # after the observation nothing would be left to say
-        (8, "7+8=15;#", 2, "tokens"),  # one token is
+        (4, "7+8=", 1, "tokens"),  # the policy's turn uses all of it
+        (7, "7+8=", 1, "tokens"),  # after the observation no token would be left
+        (8, "7+8=15;#", 2, "tokens"),  # one token is left
         (64, "7+8=15;#15", 2, "done"),
     ],
 )  # fmt: skip
-def test_the_budget_is_over_own_and_observed_tokens(max_tokens: int, text: str, turns: int, end: str) -> None:
+def test_token_budget_covers_own_and_observed_tokens(max_tokens: int, text: str, turns: int, end: str) -> None:
     sampling = SAMPLING.model_copy(update={"max_tokens": max_tokens})
     sample, _, _ = scripted(["7+8=", "#15"], [Turn("15;", 0.5), Turn(done=True)], sampling)
     assert (sample.text, sample.extra["turns"], sample.extra["end"]) == (text, turns, end)
@@ -245,13 +247,13 @@ def test_the_budget_is_over_own_and_observed_tokens(max_tokens: int, text: str, 
     assert sample.token_rewards[3] == (0.0 if max_tokens == 4 else 0.5), "a turn that was cut off is not answered"
 
 
-def test_rewards_of_turns_tell_groups_apart() -> None:
+def test_turn_rewards_count_in_the_spread_of_a_group() -> None:
     samples = [
         replace(scripted(["7+8=", "#15"], [Turn("15;", bonus), Turn(done=True)])[0], reward=1.0, group=0, index=i)
         for i, bonus in enumerate((0.0, 0.5))
     ]
-    found = batch_metrics(samples)
-    assert (found["turns/mean"], found["turns/reward"], found["reward/zero_std_groups"]) == (2.0, 0.25, 0.0)
+    metrics = batch_metrics(samples)
+    assert (metrics["turns/mean"], metrics["turns/reward"], metrics["reward/zero_std_groups"]) == (2.0, 0.25, 0.0)
 
 
 def test_turns_are_limited() -> None:
@@ -274,7 +276,7 @@ def test_turns_are_limited() -> None:
         (lambda: time.sleep(30), "timeout", "no response within 0.2 s"),
     ],
 )
-def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, message: str) -> None:
+def test_failing_environment_fails_only_its_own_sample(turn: Any, type: str, message: str) -> None:
     table = TABLE.model_copy(update={"timeout": 0.2} if type == "timeout" else {})
     sample, _, _ = scripted(["7+8=", "#15"], [turn, Turn(done=True)], table=table)
     assert sample.finish_reason == "error"
@@ -284,12 +286,12 @@ def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, me
     assert batch_metrics([sample])["reward/errors"] == 1.0
 
 
-def test_the_others_of_a_step_go_on_when_one_fails() -> None:
-    made: list[str] = []
+def test_other_environments_continue_when_one_fails() -> None:
+    resets: list[str] = []
 
     class Moody(Calculator):
         def reset(self, prompt: Prompt) -> None:
-            made.append(prompt.text)
+            resets.append(prompt.text)
             self.prompt = prompt.text
 
         def step(self, response: str) -> Turn:
@@ -297,18 +299,18 @@ def test_the_others_of_a_step_go_on_when_one_fails() -> None:
                 raise RuntimeError("not today")
             return super().step(response)
 
-    calm = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
-    moody = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
-    assert sorted(made) == sorted(prompt.text for prompt in PROMPTS), "one environment for each sample"
-    assert [sample.error is not None for sample in moody] == [False, True, False, False, False]
-    assert comparable([*moody[:1], *moody[2:]]) == comparable([*calm[:1], *calm[2:]])
+    expected = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
+    samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
+    assert sorted(resets) == sorted(prompt.text for prompt in PROMPTS), "one environment for each sample"
+    assert [sample.error is not None for sample in samples] == [False, True, False, False, False]
+    assert comparable([*samples[:1], *samples[2:]]) == comparable([*expected[:1], *expected[2:]])
 
 
 # Closing
 
 
 class Door(Calculator):
-    """Counts what it is asked; `fails` names the call that raises, `hangs` the one that never returns."""
+    """Counts how often it is closed; `fails` names the call that raises, `hangs` the one that blocks."""
 
     opened: ClassVar[list[Door]]
     fails = hangs = ""
@@ -360,7 +362,7 @@ def test_every_environment_is_closed_once(fails: str, hangs: str, error: str | N
     assert {s.error.message if s.error else None for s in samples} == {error}
 
 
-def test_environments_are_closed_when_the_run_ends_in_the_middle() -> None:
+def test_environments_are_closed_when_a_rollout_is_interrupted() -> None:
     class Ajar(Door):
         opened: ClassVar[list[Door]] = []
 
@@ -377,7 +379,7 @@ def test_environments_are_closed_when_the_run_ends_in_the_middle() -> None:
     assert [each.closes for each in Ajar.opened] == [1] * 2 * len(PROMPTS)
 
 
-def test_a_response_has_a_time_limit() -> None:
+def test_episode_timeout_ends_a_response() -> None:
     class Ajar(Door):
         opened: ClassVar[list[Door]] = []
 
@@ -386,31 +388,33 @@ def test_a_response_has_a_time_limit() -> None:
             time.sleep(0.3)
             return Turn("")
 
-    mine = engine()
+    used_engine = engine()
     table = TABLE.model_copy(update={"episode_timeout": 0.5, "max_turns": 1000})
-    endless = SAMPLING.model_copy(update={"max_tokens": 400})
-    (sample,) = Episodes(mine, TOKENIZER, POSITIONS, endless, table, 1, make=Late).play(PROMPTS[:1], 1, "s")
+    long_sampling = SAMPLING.model_copy(update={"max_tokens": 400})
+    (sample,) = Episodes(used_engine, TOKENIZER, POSITIONS, long_sampling, table, 1, make=Late).play(
+        PROMPTS[:1], 1, "s"
+    )
     assert (sample.finish_reason, sample.extra["end"]) == ("error", "time")
     assert sample.error == ItemError("timeout", "the response took longer than environment.episode_timeout = 0.5 s")
     assert [each.closes for each in Ajar.opened] == [1]
-    assert not mine.open_requests
+    assert not used_engine.open_requests
 
 
-def test_a_megabyte_is_cut_and_the_policy_reads_that_it_was() -> None:
+def test_long_observation_is_truncated_with_a_notice() -> None:
     table = TABLE.model_copy(update={"max_observation": 3})
     sample, _, _ = scripted(["7+8=", "#15"], [Turn("15;" * 350_000), Turn(done=True)], table=table)
     assert sample.token_ids == (*ids("7+8="), *ids("15;\n[cut: 3 of 1050000 characters]\n"), *ids("#15"))
     assert EnvironmentTable(name="calculator").max_observation == 65536
 
 
-# The same samples, whoever else plays
+# Samples do not depend on other episodes
 
 
 def comparable(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
     return [(s.token_ids, s.mask, s.finish_reason, s.text, s.token_rewards) for s in samples]
 
 
-def test_a_sample_is_the_same_alone_and_among_others() -> None:
+def test_sample_does_not_depend_on_its_batch() -> None:
     together = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
     assert [(s.group, s.index) for s in together] == [(g, i) for g in range(len(PROMPTS)) for i in range(4)]
     assert len({s.token_ids for s in together[:4]}) > 1, "samples of a prompt differ"
@@ -423,9 +427,9 @@ def test_a_sample_is_the_same_alone_and_among_others() -> None:
     )
 
 
-def test_a_slow_tool_stalls_nobody_and_changes_nothing() -> None:
-    """The first sample's tool answers when all others are over."""
-    over, everybody = set[str](), threading.Event()
+def test_slow_tool_neither_blocks_nor_changes_other_samples() -> None:
+    """The first sample's tool returns only when all other samples are done."""
+    finished, others_finished = set[str](), threading.Event()
 
     class Slow(Calculator):
         def reset(self, prompt: Prompt) -> None:
@@ -433,28 +437,28 @@ def test_a_slow_tool_stalls_nobody_and_changes_nothing() -> None:
 
         def step(self, response: str) -> Turn:
             if self.prompt == PROMPTS[0].text:
-                assert everybody.wait(30)
+                assert others_finished.wait(30)
             turn = super().step(response)
             if turn.done:
-                over.add(self.prompt)
-            if over == {prompt.text for prompt in PROMPTS[1:]}:
-                everybody.set()
+                finished.add(self.prompt)
+            if finished == {prompt.text for prompt in PROMPTS[1:]}:
+                others_finished.set()
             return turn
 
-    short = SAMPLING.model_copy(update={"temperature": 0.0})
+    greedy = SAMPLING.model_copy(update={"temperature": 0.0})
     table = TABLE.model_copy(update={"timeout": 60.0})
-    mine = engine()
-    slow = Episodes(mine, TOKENIZER, POSITIONS, short, table, 1, make=Slow).play(PROMPTS, 1, "s")
-    assert everybody.is_set()
+    used_engine = engine()
+    slow = Episodes(used_engine, TOKENIZER, POSITIONS, greedy, table, 1, make=Slow).play(PROMPTS, 1, "s")
+    assert others_finished.is_set()
     assert [sample.error for sample in slow] == [None] * len(PROMPTS)
-    together = table.model_copy(update={"lockstep": True})
-    rounds = Episodes(engine(), TOKENIZER, POSITIONS, short, together, 1).play(PROMPTS, 1, "s")
+    lockstep = table.model_copy(update={"lockstep": True})
+    rounds = Episodes(engine(), TOKENIZER, POSITIONS, greedy, lockstep, 1).play(PROMPTS, 1, "s")
     assert comparable(slow) == comparable(rounds)
-    assert not mine.open_requests
-    mine.check()
+    assert not used_engine.open_requests
+    used_engine.check()
 
 
-def test_in_lockstep_every_run_has_the_same_bits() -> None:
+def test_lockstep_rollouts_are_equal_bit_for_bit() -> None:
     class Uneven(Calculator):
         def step(self, response: str) -> Turn:
             time.sleep(random.random() / 100)
@@ -469,7 +473,7 @@ def test_in_lockstep_every_run_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("the device is gone")])
-def test_what_ends_a_rollout_leaves_nothing_in_the_engine(stop: BaseException) -> None:
+def test_interrupted_rollout_leaves_no_requests_in_the_engine(stop: BaseException) -> None:
     class Failing(Engine):
         steps = 0
 
@@ -492,23 +496,23 @@ def test_what_ends_a_rollout_leaves_nothing_in_the_engine(stop: BaseException) -
 
 
 def test_neither_cache_nor_batching_changes_the_samples() -> None:
-    roomy = engine()
-    samples = Episodes(roomy, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
-    assert roomy.stats().tokens_shared > 0, "later turns find the earlier ones in the cache"
-    tight = engine(budget=16, max_running=2, kv_bytes=8 * roomy.backend.block_size * roomy.decoder.token_bytes())
-    again = Episodes(tight, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
-    assert tight.stats().evictions > 0, "there was no room to keep them"
+    large = engine()
+    samples = Episodes(large, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    assert large.stats().tokens_shared > 0, "later turns find the earlier ones in the cache"
+    small = engine(budget=16, max_running=2, kv_bytes=8 * large.backend.block_size * large.decoder.token_bytes())
+    again = Episodes(small, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    assert small.stats().evictions > 0, "there was no room to keep them"
     assert comparable(again) == comparable(samples)
-    roomy.check()
-    tight.check()
+    large.check()
+    small.check()
 
 
-def test_behaviour_logprobs_are_those_of_one_pass_over_the_whole() -> None:
+def test_behaviour_logprobs_equal_those_of_one_forward_pass() -> None:
     samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 2, "s")
     for sample in samples:
-        (whole,) = engine().logprobs([[*sample.prompt_ids, *sample.token_ids]])
-        found = whole[len(sample.prompt_ids) - 1 :].tolist()
-        expected = [value if own else 0.0 for value, own in zip(found, sample.mask, strict=True)]
+        (logprobs,) = engine().logprobs([[*sample.prompt_ids, *sample.token_ids]])
+        response_logprobs = logprobs[len(sample.prompt_ids) - 1 :].tolist()
+        expected = [value if own else 0.0 for value, own in zip(response_logprobs, sample.mask, strict=True)]
         assert sample.raw_logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -525,7 +529,7 @@ def test_the_calculator_adds() -> None:
     assert sum(sample.finish_reason == "stop" for sample in samples) > len(samples) // 2
 
 
-# What is learned from
+# Training
 
 
 def tool_recipe(**train: Any) -> RlRecipe:
@@ -542,7 +546,7 @@ def played_and_scored() -> tuple[Sample, ...]:
     return tuple(replace(sample, reward=float(i * i % 5)) for i, sample in enumerate(samples))
 
 
-def test_masked_tokens_have_no_advantage_no_loss_and_no_place_in_a_denominator() -> None:
+def test_masked_tokens_are_excluded_from_advantages_loss_and_denominators() -> None:
     recipe, samples = tool_recipe(), played_and_scored()
     own = own_tokens(samples)
     assert 0 < int(own.sum()) < len(own)
@@ -551,37 +555,37 @@ def test_masked_tokens_have_no_advantage_no_loss_and_no_place_in_a_denominator()
         engine().decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096
     )  # fmt: skip
     old = policy.logprobs(samples)
-    found = estimate(recipe.algorithm, samples, rewards, kl_coef=0.1, old=old, reference=old - 1)
-    assert not found.advantages[~own].any()
-    assert found.advantages[own].all()
-    experience = Experience(samples, own, flat(samples, "logprobs"), found.advantages, old=old, reference=old - 0.5)
+    estimated = estimate(recipe.algorithm, samples, rewards, kl_coef=0.1, old=old, reference=old - 1)
+    assert not estimated.advantages[~own].any()
+    assert estimated.advantages[own].all()
+    experience = Experience(samples, own, flat(samples, "logprobs"), estimated.advantages, old=old, reference=old - 0.5)
 
     def gradient(experience: Experience) -> tuple[dict[str, float], torch.Tensor]:
         policy.module.zero_grad()
-        seen = policy.gradient(experience, 0.1).metrics(1)
+        metrics = policy.gradient(experience, 0.1).metrics(1)
         parts = [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
-        return seen, torch.cat(parts).clone()
+        return metrics, torch.cat(parts).clone()
 
-    seen, whole = gradient(experience)
-    # Whatever stands at the masked tokens: nothing moves.
+    metrics, gradients = gradient(experience)
+    # Values at masked tokens have no effect.
     noise = torch.where(own, 0.0, 7.0)
     moved = replace(
-        experience, behaviour=experience.behaviour - noise, advantages=found.advantages + noise, old=old - noise,
+        experience, behaviour=experience.behaviour - noise, advantages=estimated.advantages + noise, old=old - noise,
         reference=experience.reference - noise if experience.reference is not None else None,
     )  # fmt: skip
-    again, other = gradient(moved)
-    assert again == seen
-    assert torch.equal(whole, other)
-    # And the loss is the mean over own tokens alone, written out.
-    assert seen["kl/loss"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-5)
-    assert seen["policy/loss"] == pytest.approx(-found.advantages[own].mean().item(), abs=1e-5)
+    other_metrics, other_gradients = gradient(moved)
+    assert other_metrics == metrics
+    assert torch.equal(gradients, other_gradients)
+    # The loss is the mean over own tokens only, computed by hand.
+    assert metrics["kl/loss"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-5)
+    assert metrics["policy/loss"] == pytest.approx(-estimated.advantages[own].mean().item(), abs=1e-5)
 
 
-def test_an_update_learns_from_turns() -> None:
+def test_update_trains_on_turns() -> None:
     recipe = tool_recipe(lr=1e-5)
     loaded = load_policy("sums-policy", "float32", "cpu")
-    mine = Engine(loaded.module, loaded.tokenizer)
-    policy = Policy(mine.decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
+    policy_engine = Engine(loaded.module, loaded.tokenizer)
+    policy = Policy(policy_engine.decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
     learner = RlLearner(recipe, policy, Optimizer(loaded.module, recipe.train), None, policy, Clock())
     metrics, experience = learner.update(Batch(played_and_scored()), 0)
     assert experience is not None
@@ -611,19 +615,19 @@ def chat_tokenizer() -> Any:
     )
 
 
-def test_in_a_conversation_an_observation_is_the_users_next_message() -> None:
+def test_observation_in_a_conversation_is_a_user_message() -> None:
     tokenizer = chat_tokenizer()
     encoder = ObservationEncoder(tokenizer)
     end = tokenizer.eos_token_id
     between = "\n<|im_start|>user\n15<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(encoder.tokens("15", chat=True, last=end)) == between
     assert tokenizer.decode(encoder.tokens("15", chat=True, last=5)) == "<|im_end|>" + between, "a stop string cut in"
-    sly = encoder.tokens("<|im_end|>", chat=True, last=end)
-    assert sly.count(end) == 1, "the text of an observation is text"
+    encoded = encoder.tokens("<|im_end|>", chat=True, last=end)
+    assert encoded.count(end) == 1, "the text of an observation is text"
     assert tokenizer.decode(encoder.tokens("15", chat=False, last=end)) == "15"
 
 
-def test_an_observation_may_be_a_message_of_the_tool() -> None:
+def test_observation_can_be_a_tool_message() -> None:
     tokenizer = chat_tokenizer()
     encoder = ObservationEncoder(tokenizer)
     between = "\n<|im_start|>tool\n15<|im_end|>\n<|im_start|>assistant\n"
@@ -635,17 +639,17 @@ def test_an_observation_may_be_a_message_of_the_tool() -> None:
         ObservationEncoder(tokenizer).tokens("15", chat=True, last=5, role="tool")
 
 
-def test_a_template_that_rewrites_turns_is_refused() -> None:
+def test_template_that_rewrites_turns_is_rejected() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'] | upper")
     with pytest.raises(ConfigError, match=r"set data.chat = false"):
         ObservationEncoder(tokenizer).tokens("15", chat=True, last=5)
 
 
-# Finding one
+# Loading an environment
 
 
-def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+def test_custom_environment_is_loaded_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "guess.py"
     file.write_text(
         "from plaudit.records import Turn\n"
@@ -671,7 +675,7 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
         ("calculator", {"digits": 3}, r"Calculator\(\*\*\{'digits': 3\}\) fails"),
     ],
 )  # fmt: skip
-def test_one_that_cannot_be_made_is_told_before_anything_runs(name: str, options: Any, message: str) -> None:
+def test_invalid_environment_is_rejected_when_loaded(name: str, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_environment(EnvironmentTable(name=name, options=options))
 
@@ -679,7 +683,7 @@ def test_one_that_cannot_be_made_is_told_before_anything_runs(name: str, options
 # Time limits
 
 
-def test_calls_run_side_by_side_and_late_ones_are_given_up() -> None:
+def test_calls_run_in_parallel_and_late_ones_time_out() -> None:
     def slow(number: int, seconds: float) -> Callable[[], int]:
         def call() -> int:
             time.sleep(seconds)
@@ -688,13 +692,13 @@ def test_calls_run_side_by_side_and_late_ones_are_given_up() -> None:
         return call
 
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    calls, found = ParallelCalls(4, 1.0, posted.put), dict[int, Any]()
+    calls, results = ParallelCalls(4, 1.0, posted.put), dict[int, Any]()
     for i in range(20):
-        calls.start(slow(i, 60.0 if i % 5 == 0 else 0.01), partial(found.__setitem__, i))
+        calls.start(slow(i, 60.0 if i % 5 == 0 else 0.01), partial(results.__setitem__, i))
     begin = time.monotonic()
     while calls.busy and time.monotonic() - begin < 30.0:
         with suppress(queue.Empty):
             posted.get(timeout=calls.left() or 0.001)()
         calls.expire()
-    assert [i for i in range(20) if isinstance(found[i], Overdue)] == [0, 5, 10, 15]
-    assert [found[i] for i in range(20) if i % 5] == [i for i in range(20) if i % 5]
+    assert [i for i in range(20) if isinstance(results[i], Overdue)] == [0, 5, 10, 15]
+    assert [results[i] for i in range(20) if i % 5] == [i for i in range(20) if i % 5]

@@ -36,38 +36,38 @@ def figures(run: Path) -> dict[str, tuple[float, ...]]:
 
 
 @pytest.mark.slow
-def test_greedy_evaluations_are_those_of_plain_transformers_and_training_is_the_same(tmp_path: Path) -> None:
+def test_greedy_evaluation_equals_plain_transformers_and_training_is_unchanged(tmp_path: Path) -> None:
     trained(tmp_path / "plain")
-    asked = trained(tmp_path / "greedy", sampling=GREEDY)
+    training = trained(tmp_path / "greedy", sampling=GREEDY)
     assert all(
         torch.equal(a, b)
         for a, b in zip(weights(tmp_path / "plain").values(), weights(tmp_path / "greedy").values(), strict=True)
     )
     before, after = figures(tmp_path / "plain"), figures(tmp_path / "greedy")
-    learned = {name for name in before if not name.startswith("heldout/")}
-    assert {name: before[name] for name in learned} == {name: after[name] for name in learned}
+    training_metrics = {name for name in before if not name.startswith("heldout/")}
+    assert {name: before[name] for name in training_metrics} == {name: after[name] for name in training_metrics}
 
     policy = load_policy("sums-policy")
-    right = []
-    for prompt in asked.prompts.heldout():
+    correct = []
+    for prompt in training.prompts.heldout():
         ids = torch.tensor([prompt.token_ids])
         model: Any = policy.module
         out = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
         text = policy.tokenizer.decode(out, skip_special_tokens=True)
-        right.append(bool(judge(Problem.parse(prompt.text), text).right))
-    assert after["heldout/accuracy"][0] == sum(right) / 30
+        correct.append(bool(judge(Problem.parse(prompt.text), text).right))
+    assert after["heldout/accuracy"][0] == sum(correct) / 30
     assert max(after["heldout/length"]) <= 24 < max(before["heldout/length"])
 
-    told = "30 prompts, 1 response to each: greedy, at most 24 tokens"
-    assert read_history(tmp_path / "greedy").evaluated() == told
-    assert told in render_page([read_history(tmp_path / "greedy")])
+    description = "30 prompts, 1 response to each: greedy, at most 24 tokens"
+    assert read_history(tmp_path / "greedy").evaluated() == description
+    assert description in render_page([read_history(tmp_path / "greedy")])
     assert read_history(tmp_path / "plain").evaluated().endswith("1 response to each: temperature 1, at most 48 tokens")
-    shown = plaudit_here("report", str(tmp_path / "greedy"), "--out", str(tmp_path / "page.html"))
-    assert told in shown.stdout
+    report = plaudit_here("report", str(tmp_path / "greedy"), "--out", str(tmp_path / "page.html"))
+    assert description in report.stdout
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_evaluate_otherwise_and_says_so(tmp_path: Path) -> None:
+def test_resumed_run_can_change_evaluation_settings_and_records_it(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 1, "checkpoint": {"every": 1}})
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(tree))
@@ -76,13 +76,13 @@ def test_a_resumed_run_may_evaluate_otherwise_and_says_so(tmp_path: Path) -> Non
     file.write_text(to_toml(tree) + "\n[sampling.eval]\ntemperature = 0.5\ntop_k = 5\n")
     done = plaudit_here(*words, "--resume", "--set", "train.steps=2")
     assert done.returncode == 0, done.stderr
-    noted = {e["key"]: (e["old"], e["new"]) for e in read_events(tmp_path / "run") if e.get("text") == CHANGED}
-    assert noted == {"sampling.eval.temperature": (None, 0.5), "sampling.eval.top_k": (None, 5)}
+    changes = {e["key"]: (e["old"], e["new"]) for e in read_events(tmp_path / "run") if e.get("text") == CHANGED}
+    assert changes == {"sampling.eval.temperature": (None, 0.5), "sampling.eval.top_k": (None, 5)}
     (finding,) = [f for f in diagnose(read_history(tmp_path / "run")) if f.rule == "settings changed on resumption"]
     assert finding.cure.endswith("Training is the same.")
 
 
-def test_what_cannot_be_evaluated_is_refused() -> None:
+def test_invalid_evaluation_settings_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"eval\.temperature = 0 gives the same .* train.eval_samples = 4: set one"):
         recipe(train={"eval_samples": 4}, sampling=GREEDY)
     with pytest.raises(ConfigError, match=r"temperature = 0 is greedy decoding, which ignores top_k = 5: remove top_k"):
@@ -96,6 +96,6 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
         )  # fmt: skip
 
 
-def test_a_prompt_leaves_room_for_the_longer_of_both(tmp_path: Path) -> None:
+def test_prompts_must_fit_with_the_larger_max_tokens(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of which sampling\.eval\.max_tokens = 255 .* lower sampling\.eval\.max"):
         trained(tmp_path / "run", sampling={"eval": {"max_tokens": 255}})

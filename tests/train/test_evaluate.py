@@ -24,8 +24,8 @@ def test_auc_equals_counting_all_pairs() -> None:
 
 def test_first_wrong_f1_by_hand() -> None:
     truth = [np.array(t) for t in ([True, True], [True, False, False], [False, False], [True, True])]
-    found = [np.array(f) for f in ([0.9, 0.8], [0.9, 0.2, 0.7], [0.7, 0.1], [0.9, 0.4])]
-    # sound solutions: one of two is left alone; flawed: the first error is found in one of two
-    assert first_wrong_f1(found, truth) == pytest.approx(0.5)
-    assert math.isnan(first_wrong_f1(found[:1], truth[:1]))
+    scores = [np.array(f) for f in ([0.9, 0.8], [0.9, 0.2, 0.7], [0.7, 0.1], [0.9, 0.4])]
+    # correct solutions: one of two is accepted; flawed ones: the first error is detected in one of two
+    assert first_wrong_f1(scores, truth) == pytest.approx(0.5)
+    assert math.isnan(first_wrong_f1(scores[:1], truth[:1]))
     assert first_wrong_f1([np.array([0.1]), np.array([0.9])], [np.array([True]), np.array([False])]) == 0.0

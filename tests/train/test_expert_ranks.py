@@ -1,4 +1,4 @@
-"""Experts of a mixture over ranks: numbers, runs and files equal those of one rank."""
+"""Experts of a mixture sharded over ranks: gradients, runs and checkpoints equal those of one rank."""
 
 import math
 import shutil
@@ -29,8 +29,9 @@ from tests.train.test_ranks import (
 )
 
 SLOW = pytest.mark.slow
-# A reward model's scores differ, where no answer of random weights is right. At 3e-5 entropies of the third step are
-# 3.20492 on one rank and 3.20450 over two on x86-64, however these share: a tie of experts, it seems.
+# A reward model's scores differ between responses, while a rule rejects every response of random weights. At a learning
+# rate of 3e-5 the entropy of the third step is 3.20492 on one rank and 3.20450 over two on x86-64, for any sharding:
+# probably a tie between experts.
 LEARNS: dict[str, Any] = {**GRPO, "reward": {"path": "sums"}, "train": {"prompts_per_step": 5, "lr": 1e-5}}
 DATA, CONTEXT, FOUR, PAIRS, STAGES = (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1), (2, 1, 1, 2)
 TENSOR = (1, 1, 2)
@@ -42,7 +43,7 @@ TENSOR = (1, 1, 2)
     [(2, 1, 2, 1), (4, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 1), (2, 2, 4, 1), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 4, 2)],
     ids=str,
 )
-def test_ranks_that_share_experts_out_have_the_numbers_of_transformers_and_of_one_rank(
+def test_expert_parallel_ranks_match_transformers_and_one_rank(
     data: int, context: int, expert: int, tensor: int, tmp_path: Path
 ) -> None:
     words = ["-m", "tests.train.rank_experts", *map(str, (data, context, expert, tensor))]
@@ -50,7 +51,7 @@ def test_ranks_that_share_experts_out_have_the_numbers_of_transformers_and_of_on
 
 
 @SLOW
-def test_stages_whose_ranks_share_experts_out_have_the_numbers_of_transformers(tmp_path: Path) -> None:
+def test_pipeline_stages_with_expert_parallel_ranks_match_transformers(tmp_path: Path) -> None:
     fork_ranks(4, ["-m", "tests.train.rank_pipeline", "2", "2"], tmp_path)
 
 
@@ -61,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def dealt(expert: int) -> tuple[str, str]:
+def expert_option(expert: int) -> tuple[str, str]:
     return "--set", f"resources.expert_parallel={expert}"
 
 
@@ -81,14 +82,14 @@ def dealt(expert: int) -> tuple[str, str]:
         pytest.param(PPO, (1, 1, 2, 2), 2, id="ppo-tensor-stages"),
     ],
 )
-def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_with_its_state(
+def test_expert_parallel_run_equals_that_of_one_rank_which_can_resume_it(
     tables: dict[str, Any], shape: Shape, expert: int, model: str, tmp_path: Path
 ) -> None:
     tables = {**tables, "model": {**tables.get("model", {}), "path": model}}
     run_alone(tmp_path / "one", tables)
     assert min(values["policy/grad_norm"] for values in steps(tmp_path / "one")) > 0
     file = written(tmp_path / "recipe.toml", tables)
-    fork_ranks(math.prod(shape), command(file, tmp_path / "many", shape, *dealt(expert))[3:], tmp_path)
+    fork_ranks(math.prod(shape), command(file, tmp_path / "many", shape, *expert_option(expert))[3:], tmp_path)
     close(tmp_path / "many", tmp_path / "one")
     back_to_step_2(tmp_path / "many")
     run_alone(tmp_path / "many", tables, resume=True)
@@ -107,15 +108,15 @@ def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_w
     ],
     ids=str,
 )
-def test_a_run_goes_on_with_experts_dealt_out_otherwise(
+def test_run_resumes_with_another_expert_layout(
     before: tuple[Shape, int], after: tuple[Shape, int], model: str, tmp_path: Path
 ) -> None:
     tables = {**LEARNS, "model": {"path": model}}
     run_alone(tmp_path / "one", tables)
     file, run = written(tmp_path / "recipe.toml", tables), tmp_path / "many"
-    fork_ranks(math.prod(before[0]), command(file, run, before[0], *dealt(before[1]))[3:], tmp_path)
+    fork_ranks(math.prod(before[0]), command(file, run, before[0], *expert_option(before[1]))[3:], tmp_path)
     back_to_step_2(run)
-    fork_ranks(math.prod(after[0]), command(file, run, after[0], *dealt(after[1]), "--resume")[3:], tmp_path)
+    fork_ranks(math.prod(after[0]), command(file, run, after[0], *expert_option(after[1]), "--resume")[3:], tmp_path)
     close(run, tmp_path / "one")
 
 
@@ -127,12 +128,14 @@ def test_a_run_goes_on_with_experts_dealt_out_otherwise(
         ("reshard", TENSOR),
     ],
 )  # fmt: skip
-def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, model: str, tmp_path: Path) -> None:
+def test_disaggregated_engines_receive_the_experts_of_all_ranks(
+    channel: str, shape: Shape, model: str, tmp_path: Path
+) -> None:
     tables = {**LEARNS, "model": {"path": model}}
     run_alone(tmp_path / "one", tables)
-    apart = {**tables, "placement": {"name": "disaggregated", "channel": channel}}
-    file = written(tmp_path / "recipe.toml", apart)
-    words = command(file, tmp_path / "many", shape, *dealt(2))
+    disaggregated = {**tables, "placement": {"name": "disaggregated", "channel": channel}}
+    file = written(tmp_path / "recipe.toml", disaggregated)
+    words = command(file, tmp_path / "many", shape, *expert_option(2))
     done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "many" / "checkpoints")
@@ -150,22 +153,20 @@ def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, 
          r"same expert_parallel = 2 group, and 2 / 4 = 0.5 is not a whole number"),
     ],
 )  # fmt: skip
-def test_ranks_that_cannot_share_experts_out_are_refused_with_the_recipe(
-    resources: dict[str, int], message: str
-) -> None:
+def test_invalid_expert_parallel_sizes_are_rejected_with_the_recipe(resources: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(resources=resources)
 
 
-def test_models_whose_experts_cannot_be_dealt_out_are_refused_before_weights_are_read(model: str) -> None:
-    three = {"data_parallel": 3, "expert_parallel": 3}
-    says = r"/m: 8 experts are not divisible by expert_parallel = 3: 8 / 3 = 2.66667; set a divisor of 8"
-    with pytest.raises(ConfigError, match=says):
-        check_ranks(recipe(model={"path": model}, resources=three))
+def test_models_that_expert_parallel_cannot_shard_are_rejected_before_loading(model: str) -> None:
+    three_ranks = {"data_parallel": 3, "expert_parallel": 3}
+    message = r"/m: 8 experts are not divisible by expert_parallel = 3: 8 / 3 = 2.66667; set a divisor of 8"
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(recipe(model={"path": model}, resources=three_ranks))
     with pytest.raises(ConfigError, match="sums-policy: it has no experts for expert_parallel = 3 ranks"):
-        check_ranks(recipe(resources=three))
-    beside = {"path": model, "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
-    two = {"data_parallel": 2, "expert_parallel": 2}
+        check_ranks(recipe(resources=three_ranks))
+    expert_adapters = {"path": model, "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    two_ranks = {"data_parallel": 2, "expert_parallel": 2}
     with pytest.raises(ConfigError, match=r"lora.targets names layers of experts, which resources.expert_parallel = 2"):
-        check_ranks(recipe(model=beside, resources=two))
-    check_ranks(recipe(model={"path": model, "lora": {"rank": 4}}, resources=two))
+        check_ranks(recipe(model=expert_adapters, resources=two_ranks))
+    check_ranks(recipe(model={"path": model, "lora": {"rank": 4}}, resources=two_ranks))

@@ -1,4 +1,4 @@
-"""Samples with a common prefix share its rows; their numbers and gradients are as if each had been alone."""
+"""Samples with a common prefix share its rows; their log-probs and gradients equal those of separate samples."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from plaudit.train.policy.rl_models import prepare
 from tests.train.rl_world import gradients, made_up, policy, relative, tiny
 
 
-def cousins() -> tuple[Sample, ...]:
-    """Two prompts, one the beginning of the other; responses that begin alike, end within another, or are the same."""
+def samples_with_common_prefixes() -> tuple[Sample, ...]:
+    """Two prompts, one a prefix of the other; responses share prefixes, are prefixes of others, or are equal."""
     first, second = (3, 1, 4, 1), (3, 1, 4, 1, 5)
     responses = [(2, 6, 5), (2, 6, 5, 3), (2, 6), (2, 6, 5), (7, 1, 8), (2, 7)]
     samples = []
@@ -34,22 +34,22 @@ def cousins() -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_each_sample_by_itself(temperature: float) -> None:
+def test_log_probs_equal_those_of_separate_samples(temperature: float) -> None:
     module = tiny()
-    found = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(cousins())
+    logprobs = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(samples_with_common_prefixes())
     module.set_attn_implementation("sdpa")
     expected = []
-    for sample in cousins():
+    for sample in samples_with_common_prefixes():
         ids = torch.tensor([sample.prompt_ids + sample.token_ids])
         with torch.no_grad():
             table = (module(ids).logits[0] / temperature).log_softmax(-1)
         expected += [table[len(sample.prompt_ids) + t - 1, token] for t, token in enumerate(sample.token_ids)]
-    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+    assert torch.allclose(logprobs, torch.stack(expected), atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "rloo"])
-def test_the_gradient_is_the_sum_of_theirs(algorithm: str) -> None:
-    samples, module = cousins(), tiny()
+def test_gradient_equals_that_of_separate_samples(algorithm: str) -> None:
+    samples, module = samples_with_common_prefixes(), tiny()
     together = policy(module, {"name": algorithm}, micro_batch_tokens=4096)
     old = together.logprobs(samples) + 0.1
     advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(6))
@@ -61,8 +61,8 @@ def test_the_gradient_is_the_sum_of_theirs(algorithm: str) -> None:
     assert relative(gradients(module), expected) < 1e-6
 
 
-def test_a_common_beginning_is_computed_once() -> None:
-    samples = cousins()
+def test_common_prefix_is_computed_once() -> None:
+    samples = samples_with_common_prefixes()
     responses = pack_responses(samples, torch.device("cpu"))
     alone = sum(len(sample.prompt_ids + sample.token_ids) for sample in samples)
     assert responses.packed.input_ids.shape[1] < alone / 2
@@ -75,9 +75,9 @@ def test_a_common_beginning_is_computed_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_a_gpus_kernels_know_queries_that_begin_behind_their_keys(dtype: torch.dtype, close: float) -> None:
-    """A response's queries are fewer than its keys, which lie elsewhere in the row."""
-    samples, module = cousins(), tiny().to("cuda", dtype)
+def test_gpu_kernels_support_fewer_queries_than_keys(dtype: torch.dtype, close: float) -> None:
+    """A response has fewer queries than keys, and the keys are elsewhere in the row."""
+    samples, module = samples_with_common_prefixes(), tiny().to("cuda", dtype)
     together = policy(module, {"name": "grpo"}, micro_batch_tokens=4096)
     old = together.logprobs(samples) + 0.1
     advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(6))
@@ -91,9 +91,11 @@ def test_a_gpus_kernels_know_queries_that_begin_behind_their_keys(dtype: torch.d
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_learns_by_fused_kernels_what_a_cpu_learns() -> None:
-    """In bfloat16, whose rounding is all that may differ."""
-    packed = {device: pack_responses(cousins(), torch.device(device)) for device in ("cpu", "cuda")}
+def test_fused_gpu_kernels_give_the_gradients_of_a_cpu() -> None:
+    """The GPU computes in bfloat16; only its rounding may differ."""
+    packed = {
+        device: pack_responses(samples_with_common_prefixes(), torch.device(device)) for device in ("cpu", "cuda")
+    }
 
     def learn(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         module = tiny().to(device, dtype)
@@ -108,9 +110,9 @@ def test_a_gpu_learns_by_fused_kernels_what_a_cpu_learns() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_layers_that_are_computed_again_on_a_gpu_have_the_same_bits() -> None:
-    """They run on the fused kernels both times, the very first use of a kernel included."""
-    responses = pack_responses(cousins(), torch.device("cuda"))
+def test_recomputed_layers_on_a_gpu_are_equal_bit_for_bit() -> None:
+    """Both passes run on the fused kernels, also at the first use of a kernel."""
+    responses = pack_responses(samples_with_common_prefixes(), torch.device("cuda"))
 
     def learn(recompute: bool) -> dict[str, torch.Tensor]:
         varlen._backward_fits.cache_clear()
@@ -122,5 +124,5 @@ def test_layers_that_are_computed_again_on_a_gpu_have_the_same_bits() -> None:
             rows.float().square().sum().backward()
         return {"rows": rows.detach(), **gradients(module)}
 
-    kept, again = learn(recompute=False), learn(recompute=True)
-    assert [name for name in kept if not torch.equal(kept[name], again[name])] == []
+    stored, recomputed = learn(recompute=False), learn(recompute=True)
+    assert [name for name in stored if not torch.equal(stored[name], recomputed[name])] == []

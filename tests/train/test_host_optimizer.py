@@ -1,4 +1,4 @@
-"""An optimizer in host memory makes the same steps as one on the device, bit for bit, and reads its checkpoints."""
+"""An optimizer in host memory takes the same steps as one on the device, bit for bit, and loads its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = TrainTable(steps=8, lr=1e-3, warmup=2, weight_decay=0.1, clip_norm=0.5)
 
 
 class Net(nn.Module):
-    """Matrices above and below a bucket's size, vectors, a frozen weight, and one that some updates leave out."""
+    """Matrices larger and smaller than a bucket, vectors, a frozen weight, and a weight that some updates leave out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,34 +64,34 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_steps_and_state_are_those_of_an_optimizer_on_the_device(
+def test_steps_and_state_equal_those_of_an_optimizer_on_the_device(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_optimizer, "BUCKET", 64)  # the first matrix has 77 elements
-    here, there = net(dtype, device), net(dtype, device)
-    plain, host = Optimizer(here, TABLE), HostOptimizer(there, TABLE)
+    device_model, host_model = net(dtype, device), net(dtype, device)
+    plain, host = Optimizer(device_model, TABLE), HostOptimizer(host_model, TABLE)
     assert same(plain.state(), host.state())
     for step in range(5):
-        assert update(here, plain, step) == update(there, host, step)
-        assert same(here.state_dict(), there.state_dict())
+        assert update(device_model, plain, step) == update(host_model, host, step)
+        assert same(device_model.state_dict(), host_model.state_dict())
     assert same(plain.state(), host.state())
-    # Each goes on from the other's checkpoint.
-    one, other = net(dtype, device), net(dtype, device)
-    one.load_state_dict(here.state_dict())
-    other.load_state_dict(here.state_dict())
-    swapped, back = Optimizer(one, TABLE), HostOptimizer(other, TABLE)
-    swapped.load({name: value.clone() for name, value in host.state().items()})
-    back.load(plain.state())
+    # Each resumes from the other's checkpoint.
+    resumed_device_model, resumed_host_model = net(dtype, device), net(dtype, device)
+    resumed_device_model.load_state_dict(device_model.state_dict())
+    resumed_host_model.load_state_dict(device_model.state_dict())
+    resumed_plain, resumed_host = Optimizer(resumed_device_model, TABLE), HostOptimizer(resumed_host_model, TABLE)
+    resumed_plain.load({name: value.clone() for name, value in host.state().items()})
+    resumed_host.load(plain.state())
     for step in range(5, 8):
-        update(here, plain, step)
-        update(one, swapped, step)
-        update(other, back, step)
-        assert same(here.state_dict(), one.state_dict())
-        assert same(here.state_dict(), other.state_dict())
+        update(device_model, plain, step)
+        update(resumed_device_model, resumed_plain, step)
+        update(resumed_host_model, resumed_host, step)
+        assert same(device_model.state_dict(), resumed_device_model.state_dict())
+        assert same(device_model.state_dict(), resumed_host_model.state_dict())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_that_is_not_finite_changes_nothing(device: str) -> None:
+def test_non_finite_gradient_changes_nothing(device: str) -> None:
     model = net(torch.bfloat16, device)
     optimizer = HostOptimizer(model, TABLE)
     update(model, optimizer, 0)
@@ -119,7 +119,7 @@ def test_only_gradients_stay_on_the_device() -> None:
     assert torch.cuda.memory_allocated() - before < 1 << 20
 
 
-def test_a_recipe_names_where_the_optimizer_lives() -> None:
+def test_offload_optimizer_selects_the_host_optimizer() -> None:
     model = net(torch.float32, "cpu")
     assert type(new_optimizer(model, TABLE)) is Optimizer
     table = TABLE.model_copy(update={"offload_optimizer": True})
@@ -144,8 +144,8 @@ def test_a_recipe_names_where_the_optimizer_lives() -> None:
         pytest.param((2, 1, 2, 1, 2), id="data-tensor-experts", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_step_their_shards_in_host_memory_as_on_the_device(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Bit for bit, in bfloat16, and in float32 with a value head beside the shards."""
+def test_sharded_steps_in_host_memory_equal_those_on_the_device(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Equal bit for bit in bfloat16, and in float32 with a replicated value head."""
     words = ["-m", "tests.train.rank_offload", *map(str, shape), str(tmp_path)]
     fork_ranks(math.prod(shape[:4]), words, tmp_path)
 
@@ -153,7 +153,7 @@ def test_ranks_step_their_shards_in_host_memory_as_on_the_device(shape: tuple[in
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_mesh_of_one_gpu_steps_its_shards_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes one rank a GPU."""
+    """NCCL allows one rank per GPU."""
     monkeypatch.setattr(host_optimizer, "BUCKET", 512)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,7 +1,7 @@
-"""The same trajectory over layouts: ten steps over ranks of every kind, alone and in pairs, have the samples of one
-rank and its losses within 1e-5. Some resume over other ranks, and in two each kind of process is killed and stopped.
-All of them run with PLAUDIT_SOAK (benchmarks/layouts.py, which records the differences; `make soak`), and a third in
-`make slow`, a different one every day."""
+"""The same trajectory over layouts: ten steps over every kind of parallelism, alone and in pairs, have the samples of
+one rank, and its losses within 1e-5. Some runs resume over other ranks, and in two each kind of process is killed and
+stopped. With PLAUDIT_SOAK all of them run (benchmarks/layouts.py, which records the differences; `make soak`), and in
+`make slow` a third, a different one every day."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.train.test_ranks import ENV, KINDS, PPO, Shape, check_ten, command, f
 
 pytestmark = pytest.mark.slow
 
-# A reward model's scores differ, where no answer of random weights is right.
+# A reward model's scores differ between responses, while a rule rejects every response of random weights.
 GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 4, "lr": 3e-5},
@@ -47,11 +47,11 @@ TENSOR_ENGINE, STAGE_ENGINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 class Layout(NamedTuple):
     model: str
     shape: Shape
-    placement: dict[str, Any] = {"name": "colocated"}  # noqa: RUF012 (nobody changes it)
+    placement: dict[str, Any] = {"name": "colocated"}  # noqa: RUF012 (never modified)
     expert: int = 1
     engine: dict[str, int] = {}  # noqa: RUF012
     algorithm: str = "grpo"
-    resumed: tuple[Shape, int] | None = None  # the last five steps once more, over other ranks
+    resumed: tuple[Shape, int] | None = None  # the last five steps are repeated over these ranks
 
     def __str__(self) -> str:
         parts = [f"engine {name.removesuffix('_parallel')} {size}" for name, size in self.engine.items()]
@@ -121,46 +121,46 @@ def tables(layout: Layout, models: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_one(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
-    """The run of one rank that a layout's is compared with, made once."""
-    made: dict[tuple[str, str], Path] = {}
+    """Returns the one-rank run that a layout's run is compared with; each is trained once."""
+    runs: dict[tuple[str, str], Path] = {}
 
     def run(layout: Layout) -> Path:
         key = layout.model, layout.algorithm
-        if key not in made:
-            tree, made[key] = recipe(**tables(layout, models)), tmp_path_factory.mktemp("one") / "run"
-            with Run(made[key], tree) as opened:
+        if key not in runs:
+            tree, runs[key] = recipe(**tables(layout, models)), tmp_path_factory.mktemp("one") / "run"
+            with Run(runs[key], tree) as opened:
                 RlTraining(tree, opened, Silent()).fit()
-            assert min(values.get("policy/grad_norm", 1.0) for values in steps(made[key])) > 0
-        return made[key]
+            assert min(values.get("policy/grad_norm", 1.0) for values in steps(runs[key])) > 0
+        return runs[key]
 
     return run
 
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[dict[str, Any]]]:
-    found: list[dict[str, Any]] = []
-    yield found
+    recorded: list[dict[str, Any]] = []
+    yield recorded
     if file := os.environ.get("PLAUDIT_LAYOUTS"):
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(recorded))
 
 
-def compared(found: Path, expected: Path) -> dict[str, float]:
-    """How many samples are the same, and the largest difference of any step's loss, and of any weight at the end."""
-    check_ten(found, expected)
-    tokens = [[sample.token_ids for step in samples(run) for sample in step] for run in (found, expected)]
+def compared(actual: Path, expected: Path) -> dict[str, float]:
+    """The number of equal samples, the largest loss difference of any step, and the largest final weight difference."""
+    check_ten(actual, expected)
+    tokens = [[sample.token_ids for step in samples(run) for sample in step] for run in (actual, expected)]
     assert tokens[0] == tokens[1]
     losses = [
-        abs(mine[name] - theirs[name])
-        for mine, theirs in zip(steps(found), steps(expected), strict=True)
-        for name in ("policy/loss", "value/loss", "kl/reference") if name in theirs
+        abs(own[name] - reference[name])
+        for own, reference in zip(steps(actual), steps(expected), strict=True)
+        for name in ("policy/loss", "value/loss", "kl/reference") if name in reference
     ]  # fmt: skip
-    mine = weights(found)
-    apart = [float((mine[name] - theirs).abs().max()) for name, theirs in weights(expected).items()]
-    return {"samples": len(tokens[0]), "loss": max(losses), "weight": max(apart)}
+    own = weights(actual)
+    differences = [float((own[name] - reference).abs().max()) for name, reference in weights(expected).items()]
+    return {"samples": len(tokens[0]), "loss": max(losses), "weight": max(differences)}
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=str)
-def test_ten_steps_are_those_of_one_rank(
+def test_ten_steps_equal_those_of_one_rank(
     layout: Layout, models: dict[str, str], of_one: Callable[[Layout], Path], rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     expected, run, file = of_one(layout), tmp_path / "run", tmp_path / "recipe.toml"
@@ -169,29 +169,29 @@ def test_ten_steps_are_those_of_one_rank(
         ranks = {f"{name}_parallel": size for name, size in zip(KINDS, layout.shape, strict=False)}
         tree["resources"] = {**ranks, "rollout": layout.engine}
     file.write_text(to_toml(recipe(**tree)))
-    words = words_of(layout.shape, layout.expert, file, run)
+    words = command_words(layout.shape, layout.expert, file, run)
     row: dict[str, Any] = {"layout": str(layout), "ranks": math.prod(layout.shape)}
     if layout.algorithm == STRUCK:
         row["strikes"] = Strikes(tmp_path, words, ENV).strike_all()
     else:
-        go(layout, words, math.prod(layout.shape), tmp_path)
+        run_training(layout, words, math.prod(layout.shape), tmp_path)
     row |= compared(run, expected)
     if layout.resumed is not None:
         for late in (run / "checkpoints").glob("step-00001*"):
             late.rename(tmp_path / late.name)
         shape, expert = layout.resumed
-        go(layout, words_of(shape, expert, file, run, "--resume"), math.prod(shape), tmp_path)
+        run_training(layout, command_words(shape, expert, file, run, "--resume"), math.prod(shape), tmp_path)
         row["resumed"] = {"ranks": sizes(shape, expert), **compared(run, expected)}
     rows.append(row)
 
 
-def words_of(shape: Shape, expert: int, file: Path, run: Path, *more: str) -> list[str]:
+def command_words(shape: Shape, expert: int, file: Path, run: Path, *more: str) -> list[str]:
     return command(file, run, shape, "--set", f"resources.expert_parallel={expert}", *more)
 
 
-def go(layout: Layout, words: list[str], ranks: int, place: Path) -> None:
+def run_training(layout: Layout, words: list[str], ranks: int, directory: Path) -> None:
     if layout.placement["name"] == "colocated":
-        fork_ranks(ranks, words[3:], place)
+        fork_ranks(ranks, words[3:], directory)
     else:
         done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Gradients do not depend on how a batch is split, and equal those of plain transformers."""
+"""Supervised gradients do not depend on how a batch is split, and equal those of plain transformers."""
 
 import math
 
@@ -58,41 +58,41 @@ def learner(name: str, micro_batch_tokens: int, lanes: int = 1) -> tuple[Learner
 
 
 def gradients(name: str, micro_batch_tokens: int, lanes: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
-    teacher, examples = learner(name, micro_batch_tokens, lanes)
-    loss = teacher.gradient(examples)
-    return loss, {n: p.grad.clone() for n, p in teacher.model.named_parameters() if p.grad is not None}
+    trainer, examples = learner(name, micro_batch_tokens, lanes)
+    loss = trainer.gradient(examples)
+    return loss, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", ["sft", "pairs", "ratings", "steps"])
 @pytest.mark.parametrize("splits", [2, 4, 8])
-def test_the_gradient_is_the_same_however_the_batch_is_split(name: str, splits: int) -> None:
+def test_gradient_does_not_depend_on_the_micro_batch_split(name: str, splits: int) -> None:
     examples = case(name)[2]
-    whole = sum(map(token_count, examples))
+    total = sum(map(token_count, examples))
     sizes = [token_count(e) for e in examples]
-    budget = next(b for b in range(whole, 0, -1) if len(by_tokens(sizes, b)) >= splits)
-    loss, expected = gradients(name, whole)
-    split_loss, found = gradients(name, budget)
+    budget = next(b for b in range(total, 0, -1) if len(by_tokens(sizes, b)) >= splits)
+    loss, expected = gradients(name, total)
+    split_loss, actual = gradients(name, budget)
     assert split_loss == pytest.approx(loss, rel=5e-6)
     for parameter, gradient in expected.items():
-        difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        difference = (actual[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert difference < 5e-6, parameter
 
 
 @pytest.mark.parametrize("name", ["sft", "pairs", "ratings", "steps"])
 @pytest.mark.parametrize(("lanes", "budget"), [(2, 10_000), (3, 40), (9, 10_000)])
-def test_the_gradient_is_the_same_in_threads_and_each_time(name: str, lanes: int, budget: int) -> None:
+def test_threaded_gradient_is_equal_and_reproducible(name: str, lanes: int, budget: int) -> None:
     loss, expected = gradients(name, 10_000)
-    in_threads, found = gradients(name, budget, lanes)
+    in_threads, actual = gradients(name, budget, lanes)
     assert in_threads == pytest.approx(loss, rel=5e-6)
     for parameter, gradient in expected.items():
-        difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        difference = (actual[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert difference < 5e-6, parameter
     again, repeated = gradients(name, budget, lanes)
     assert again == in_threads
-    assert all(torch.equal(found[parameter], repeated[parameter]) for parameter in expected)
+    assert all(torch.equal(actual[parameter], repeated[parameter]) for parameter in expected)
 
 
-def test_shares_have_about_as_many_tokens() -> None:
+def test_shares_have_similar_token_counts() -> None:
     examples = [Demonstration(tokens(count, 0), 1) for count in (10, 10, 20, 40, 5, 5, 30)]
     assert [[len(e.tokens) for e in part] for part in shares(examples, 2)] == [[10, 10, 20], [40, 5, 5, 30]]
     assert [len(part) for part in shares(examples[:1], 3)] == [1], "no part is empty"
@@ -100,9 +100,9 @@ def test_shares_have_about_as_many_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["sft", "pairs", "steps"])
 def test_loss_and_gradient_equal_plain_transformers_one_by_one(name: str) -> None:
-    loss, found = gradients(name, 10_000)
-    teacher, examples = learner(name, 10_000)
-    model = teacher.model
+    loss, actual = gradients(name, 10_000)
+    trainer, examples = learner(name, 10_000)
+    model = trainer.model
     model.set_attn_implementation("eager")  # type: ignore[operator]
     total = torch.zeros(())
     for example in examples:
@@ -120,34 +120,34 @@ def test_loss_and_gradient_equal_plain_transformers_one_by_one(name: str) -> Non
             logits = model(torch.tensor([example.tokens])).logits[0, list(example.ends)].log_softmax(-1)
             targets = torch.tensor(example.targets)
             total = total - (targets * logits[:, 1] + (1 - targets) * logits[:, 0]).sum()
-    mean = total / teacher.objective.count(examples)
+    mean = total / trainer.objective.count(examples)
     assert loss == pytest.approx(mean.item(), rel=1e-5)
-    teacher.optimizer.zero()
+    trainer.optimizer.zero()
     mean.backward()  # type: ignore[no-untyped-call]
     for parameter, value in model.named_parameters():
         assert value.grad is not None
-        torch.testing.assert_close(found[parameter], value.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual[parameter], value.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_an_example_above_the_budget_goes_alone() -> None:
+def test_example_above_the_budget_is_its_own_micro_batch() -> None:
     assert by_tokens([3, 50, 4, 4], 10) == [[0], [1], [2, 3]]
 
 
-def test_a_loss_that_is_not_finite_changes_nothing() -> None:
-    teacher, examples = learner("sft", 10_000)
+def test_non_finite_loss_changes_nothing() -> None:
+    trainer, examples = learner("sft", 10_000)
     with torch.no_grad():
-        teacher.model.model.norm.weight[0] = math.nan  # type: ignore[union-attr, index, operator]
-    before = {name: value.clone() for name, value in teacher.model.named_parameters()}
+        trainer.model.model.norm.weight[0] = math.nan  # type: ignore[union-attr, index, operator]
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     with pytest.raises(RunError, match=r"the loss is nan at step 7.*lower train\.lr"):
-        teacher.update(examples, 7)
-    for name, value in teacher.model.named_parameters():
+        trainer.update(examples, 7)
+    for name, value in trainer.model.named_parameters():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
 
 
-def test_an_empty_batch_is_refused() -> None:
-    teacher, _ = learner("ratings", 10_000)
+def test_batch_without_targets_is_rejected() -> None:
+    trainer, _ = learner("ratings", 10_000)
     with pytest.raises(RunError, match="nothing to learn from"):
-        teacher.gradient([Rating((5, 6), (math.nan, math.nan))])
+        trainer.gradient([Rating((5, 6), (math.nan, math.nan))])
 
 
 @pytest.mark.parametrize(
@@ -163,20 +163,20 @@ def test_learning_rate_by_hand(schedule: str, step: int, share: float) -> None:
     assert learning_rate(table, step) == pytest.approx(1e-3 * share)
 
 
-def test_optimizer_state_survives_as_plain_tensors() -> None:
+def test_optimizer_state_is_restored_from_plain_tensors() -> None:
     a, examples = learner("sft", 10_000)
     for step in range(3):
         a.update(examples, step)
     b, _ = learner("sft", 10_000)
     b.model.load_state_dict(a.model.state_dict())
     b.optimizer.load({name: value.clone() for name, value in a.optimizer.state().items()})
-    for teacher in (a, b):
-        teacher.update(examples, 3)
+    for trainer in (a, b):
+        trainer.update(examples, 3)
     for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
         assert torch.equal(x, y), name
 
 
-def test_recipes_of_the_house_parse() -> None:
+def test_shipped_recipes_parse() -> None:
     from pathlib import Path
 
     assert {load_recipe(path).task for path in Path("plaudit/recipes").glob("sums-*.toml")} >= {"sft", "reward", "prm"}
@@ -191,8 +191,8 @@ def test_recipes_of_the_house_parse() -> None:
     ],
     ids=lambda config: config.model_type,
 )
-def test_the_loss_of_sft_has_what_a_model_does_to_its_logits(config: PreTrainedConfig) -> None:
-    """Soft caps and scales: the loss is transformers' own."""
+def test_sft_loss_includes_logit_caps_and_scales(config: PreTrainedConfig) -> None:
+    """The loss equals transformers' own for models with soft caps and scales."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = tokens(20, 1)

@@ -1,4 +1,4 @@
-"""Texts longer than the limit of the short set of a model's two sets of rotary factors: refused with a working fix."""
+"""Texts longer than the short set of a model's two sets of rotary factors allows are rejected with a working fix."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from plaudit.models import load_any, save
 from tests.command import plaudit_here
 
-ORIGINAL, MOST = 64, 256
-CURE = "set short_factor to long_factor in its config.json"
+ORIGINAL, LONGEST = 64, 256
+FIX = "set short_factor to long_factor in its config.json"
 ROWS = [
     {"prompt": "+".join(str((i + j) % 10) for j in range(40)) + "=", "response": "#7", "truth": "7"} for i in range(4)
 ]
@@ -31,7 +31,7 @@ def made(auto: Any, directory: Path) -> Path:
     tokenizer = load_any("sums-policy").tokenizer
     config = Phi3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=MOST, original_max_position_embeddings=ORIGINAL, num_labels=1,
+        num_key_value_heads=1, max_position_embeddings=LONGEST, original_max_position_embeddings=ORIGINAL, num_labels=1,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=1, eos_token_id=tokenizer.eos_token_id,
         rope_parameters={
             "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL,
@@ -42,7 +42,7 @@ def made(auto: Any, directory: Path) -> Path:
     return save(auto.from_config(config).eval(), tokenizer, directory)
 
 
-def cured(directory: Path) -> dict[str, Any]:
+def apply_fix(directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     rope = config["rope_parameters"]
     rope["short_factor"] = rope["long_factor"]
@@ -57,25 +57,25 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", RECIPES)
-def test_training(task: str, place: Path) -> None:
+def test_training_rejects_long_texts_with_a_working_fix(task: str, place: Path) -> None:
     model = made(AutoModelForCausalLM, place / "phi")
     (place / "recipe.toml").write_text(RECIPES[task] + '[model]\npath = "phi"\ndevice = "cpu"\n')
     refused = plaudit_here("train", "recipe.toml", "--out", "run", cwd=place)
     assert refused.returncode
-    assert CURE in refused.stderr
-    rope = cured(model)
+    assert FIX in refused.stderr
+    rope = apply_fix(model)
     trained = plaudit_here("train", "recipe.toml", "--out", "cured", cwd=place)
     assert not trained.returncode, trained.stderr
     saved = json.loads((place / "cured" / "final" / "config.json").read_text())["rope_parameters"]
     assert saved["short_factor"] == saved["long_factor"] == rope["long_factor"]
 
 
-def test_rewards(place: Path) -> None:
+def test_scoring_rejects_long_texts_with_a_working_fix(place: Path) -> None:
     model = made(AutoModelForSequenceClassification, place / "judge")
     refused = plaudit_here("score", "rows.jsonl", "--model", str(model), cwd=place)
     assert refused.returncode
-    assert refused.stdout.count(CURE) == len(ROWS)
-    cured(model)
+    assert refused.stdout.count(FIX) == len(ROWS)
+    apply_fix(model)
     scored = plaudit_here("score", "rows.jsonl", "--model", str(model), cwd=place)
     assert not scored.returncode, scored.stderr
     assert scored.stdout.count('"score"') == len(ROWS)

@@ -28,14 +28,14 @@ def adapted(**options: Any) -> Any:
     return module
 
 
-def test_all_linear_layers_of_a_mixture_are_those_of_its_attention() -> None:
-    beside = {name.partition(".lora_")[0] for name, p in adapted().named_parameters() if p.requires_grad}
-    assert beside == {f"model.layers.{n}.self_attn.{which}_proj" for n in (0, 1) for which in "qkvo"}
+def test_mixture_adapters_are_added_to_attention_layers_only() -> None:
+    adapted_layers = {name.partition(".lora_")[0] for name, p in adapted().named_parameters() if p.requires_grad}
+    assert adapted_layers == {f"model.layers.{n}.self_attn.{which}_proj" for n in (0, 1) for which in "qkvo"}
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # of peft's own making
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # caused by peft itself
 @pytest.mark.parametrize("options", [{}, {"targets": ("q_proj", "gate_proj", "up_proj", "down_proj")}])
-def test_the_merged_model_computes_what_the_adapted_one_does(options: dict[str, Any]) -> None:
+def test_merged_model_equals_the_adapted_model(options: dict[str, Any]) -> None:
     module = adapted(**options)
     ids = torch.randint(1, 50, (2, 9))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_the_merged_model_computes_what_the_adapted_one_does(options: dict[str, 
     assert (result - without).abs().max() > 1e-3
 
 
-def test_the_planner_counts_as_many_adapters(tmp_path: Path) -> None:
+def test_planner_counts_the_adapter_parameters(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
-    made = sum(p.numel() for p in adapted().parameters() if p.requires_grad)
-    assert ModelShape.from_config(tmp_path / "config.json").adapter_parameters(2) == made
+    expected = sum(p.numel() for p in adapted().parameters() if p.requires_grad)
+    assert ModelShape.from_config(tmp_path / "config.json").adapter_parameters(2) == expected

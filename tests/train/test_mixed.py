@@ -43,7 +43,7 @@ def mixture(file: str) -> dict[str, Any]:
     }
 
 
-def test_each_source_has_its_share_and_gives_its_prompts_in_order(file: str) -> None:
+def test_each_source_gets_its_share_of_the_prompts(file: str) -> None:
     prompts = opened(sources=mixture(file), eval_items=200)
     drawn = prompts.train(range(2000))
     assert Counter(prompt.extra["source"] for prompt in drawn) == {"file": 400, "easy": 1000, "hard": 600}
@@ -56,15 +56,15 @@ def test_each_source_has_its_share_and_gives_its_prompts_in_order(file: str) -> 
     assert {*of_file.values()} == {22, 23}, "each is drawn as often as the others"
 
 
-def test_a_mixture_goes_on_exactly_where_it_was(file: str) -> None:
-    """In whatever pieces it is drawn, by a process that has drawn nothing before."""
-    whole = opened(sources=mixture(file), eval_items=200).train(range(1500))
+def test_mixture_does_not_depend_on_how_it_is_drawn(file: str) -> None:
+    """The prompts are the same in any pieces, also for a process that has drawn nothing before."""
+    expected = opened(sources=mixture(file), eval_items=200).train(range(1500))
     cuts = [0, 1, 7, 999, 1001, 1500]
     pieces = [p for a, b in pairwise(cuts) for p in opened(sources=mixture(file), eval_items=200).train(range(a, b))]
-    assert pieces == whole
+    assert pieces == expected
 
 
-def test_held_out_prompts_are_of_all_sources_and_judged_by_their_own(file: str) -> None:
+def test_held_out_prompts_come_from_all_sources_and_are_checked_by_their_own(file: str) -> None:
     prompts = opened(sources=mixture(file), eval_items=200)
     heldout = prompts.heldout()
     assert Counter(prompt.extra["source"] for prompt in heldout) == {"file": 2, "easy": 3, "hard": 4}
@@ -86,9 +86,9 @@ def sample(prompt: Prompt, reward: float) -> Sample:
 
 @pytest.fixture
 def measured(tmp_path: Path, file: str) -> Path:
-    """Rollouts of all but the first two prompts: of n+1= so many of ten are right as n says, at most ten."""
-    found = opened(path=file).items()
-    samples = [sample(p, float(k < min(10, number(p)))) for p in found[2:] for k in range(10)]
+    """Rollouts of all prompts but the first two: of ten responses to n+1=, min(n, 10) are right."""
+    items = opened(path=file).items()
+    samples = [sample(p, float(k < min(10, number(p)))) for p in items[2:] for k in range(10)]
     Dump(tmp_path / "run" / "rollouts").write(1, Batch(tuple(samples)), 16)
     return tmp_path / "run"
 
@@ -97,7 +97,7 @@ def number(prompt: Prompt) -> int:
     return int(prompt.text.partition("+")[0])
 
 
-def test_prompts_are_kept_by_pass_rate_and_come_easy_first(file: str, measured: Path) -> None:
+def test_prompts_are_filtered_and_ordered_by_pass_rate(file: str, measured: Path) -> None:
     rates = pass_rates(measured)
     assert sorted(rates.values()) == pytest.approx([n / 10 for n in range(2, 10)] + [1.0] * 8)
     keys: dict[str, Any] = {"path": file, "measured": str(measured), "keep": [0.3, 0.9]}
@@ -111,7 +111,7 @@ def test_prompts_are_kept_by_pass_rate_and_come_easy_first(file: str, measured: 
     assert shuffled != sorted(shuffled)
 
 
-def test_a_measure_of_other_prompts_and_a_range_without_any_are_refused(file: str, measured: Path) -> None:
+def test_pass_rates_of_other_prompts_and_empty_ranges_are_rejected(file: str, measured: Path) -> None:
     with pytest.raises(DataError, match=r"has rollouts of 16 prompts, and none is among the 30 of \[data\]"):
         opened(world="sums", limit=30, measured=str(measured))
     with pytest.raises(DataError, match=r"\[0.31, 0.39\] leaves none of 16 .*, whose pass rates are 0.2 to 1"):
@@ -130,15 +130,15 @@ def test_a_measure_of_other_prompts_and_a_range_without_any_are_refused(file: st
         ({"sources": {"a": {"sources": {"b": {"world": "sums"}}}}}, "a source cannot have sources"),
     ],
 )
-def test_what_cannot_work_is_refused(data: dict[str, Any], said: str) -> None:
+def test_invalid_data_tables_are_rejected(data: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=said):
         RlDataTable.model_validate(data)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["colocated", "async"])
-def test_a_run_that_goes_on_asks_what_a_straight_one_asks(tmp_path: Path, placement: str) -> None:
-    """Two sources, one of them by the pass rates of a run before, in two parts and in one."""
+def test_resumed_run_draws_the_same_prompts(tmp_path: Path, placement: str) -> None:
+    """Two sources, one of them ordered by the pass rates of an earlier run; a run in two parts and one in one."""
     world = {"world": "sums", "limit": 12, "eval_items": 4}
     small = {"prompts_per_step": 4, "samples_per_prompt": 2, "dump": True, "checkpoint": {"every": 1}}
     for name, data, place in (
@@ -162,8 +162,8 @@ def test_a_run_that_goes_on_asks_what_a_straight_one_asks(tmp_path: Path, placem
             words = ["--out", str(tmp_path / out), "--resume", "--set", f"train.steps={count}"]
             done = plaudit_here("train", str(tmp_path / "mixed.toml"), *words)
             assert done.returncode == 0, done.stderr
-    asked = [
+    drawn = [
         [s.prompt_ids for step in (1, 2, 3) for s in Dump.find(tmp_path / out).read(step)[0]]
         for out in ("whole", "parts")
     ]
-    assert asked[0] == asked[1]
+    assert drawn[0] == drawn[1]

@@ -36,8 +36,8 @@ def differentiate(model: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 20), (3, 20, 7), (2, 16, 16)])
-def test_directions_stay_and_sizes_become_alike(shape: tuple[int, int, int]) -> None:
-    """By singular values in float64: the polynomial moves them, and nothing else."""
+def test_orthogonal_keeps_directions_and_evens_singular_values(shape: tuple[int, int, int]) -> None:
+    """Compared by singular values in float64: the polynomial changes them, and nothing else."""
     x = torch.randn(shape)
     u, sizes, vh = torch.linalg.svd(x.double(), full_matrices=False)
     new = sizes / sizes.norm(dim=1, keepdim=True)
@@ -48,37 +48,37 @@ def test_directions_stay_and_sizes_become_alike(shape: tuple[int, int, int]) -> 
     assert new.max() < 1.3
 
 
-def test_steps_are_those_of_torch() -> None:
-    """Within the rounding of bfloat16, in which torch makes its steps orthogonal."""
-    mine, theirs = tiny(), tiny()
-    optimizer = new_optimizer(mine, table())
+def test_steps_equal_those_of_torch() -> None:
+    """Up to the rounding of bfloat16, in which torch orthogonalizes its steps."""
+    actual, reference = tiny(), tiny()
+    optimizer = new_optimizer(actual, table())
     assert isinstance(optimizer, Muon)
-    others = {n: p for n, p in theirs.named_parameters() if n not in optimizer.momentum}
-    assert sorted(name.split(".")[-2] for name in others) == [
+    other_parameters = {n: p for n, p in reference.named_parameters() if n not in optimizer.momentum}
+    assert sorted(name.split(".")[-2] for name in other_parameters) == [
         "embed_tokens", "input_layernorm", "input_layernorm", "lm_head", "norm", "post_attention_layernorm",
         "post_attention_layernorm",
     ]  # fmt: skip
     muon = torch.optim.Muon(
-        [p for n, p in theirs.named_parameters() if n in optimizer.momentum], lr=1e-3, weight_decay=0.1,
+        [p for n, p in reference.named_parameters() if n in optimizer.momentum], lr=1e-3, weight_decay=0.1,
         adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     adam = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in others.values()], lr=1e-3,
+        [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in other_parameters.values()], lr=1e-3,
         betas=(0.9, 0.95),
     )  # fmt: skip
-    begin = copy.deepcopy(dict(mine.named_parameters()))
+    initial = copy.deepcopy(dict(actual.named_parameters()))
     for step in range(4):
-        for model in (mine, theirs):
+        for model in (actual, reference):
             differentiate(model)
         optimizer.step(step)
         muon.step()
         adam.step()
-    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        moved = (b - begin[name]).norm()
+    for (name, a), b in zip(actual.named_parameters(), reference.parameters(), strict=True):
+        moved = (b - initial[name]).norm()
         assert (a - b).norm() < (0.2 if name in optimizer.momentum else 1e-3) * moved, name
 
 
-def test_a_step_from_a_saved_state_is_the_same_step() -> None:
+def test_step_from_a_saved_state_is_equal() -> None:
     unbroken = tiny()
     optimizer = new_optimizer(unbroken, table())
     for step in range(3):
@@ -87,13 +87,13 @@ def test_a_step_from_a_saved_state_is_the_same_step() -> None:
             saved = {name: value.clone() for name, value in optimizer.state().items()}
         differentiate(unbroken)
         optimizer.step(step)
-    again = new_optimizer(resumed, table())
-    again.load(saved)
+    resumed_optimizer = new_optimizer(resumed, table())
+    resumed_optimizer.load(saved)
     differentiate(resumed)
-    again.step(2)
+    resumed_optimizer.step(2)
     assert all(torch.equal(a, b) for a, b in zip(unbroken.parameters(), resumed.parameters(), strict=True))
 
 
-def test_it_is_refused_where_matrices_pass_in_pieces() -> None:
+def test_muon_with_an_offloaded_optimizer_is_rejected() -> None:
     with pytest.raises(ValueError, match="needs whole matrices"):
         table(offload_optimizer=True)

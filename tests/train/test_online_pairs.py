@@ -1,4 +1,4 @@
-"""Online DPO in the learner: equal to plain transformers in float64 for any split; invalid settings are refused."""
+"""Online DPO in the learner equals plain transformers in float64 for any split; invalid settings are rejected."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def learner(budget: int, module: nn.Module, **train: Any) -> RlLearner:
 
 
 def plain_logp(module: nn.Module, sample: Sample) -> Tensor:
-    """The log-prob of the policy's own tokens, by transformers alone, in float64 at the sampling temperature."""
+    """The log-prob of the policy's own tokens, by plain transformers, in float64 at the sampling temperature."""
     module.set_attn_implementation("sdpa")  # type: ignore[operator]
     table = (module(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0] / 0.7).log_softmax(-1)
-    at = [(len(sample.prompt_ids) + t - 1, token) for t, token in enumerate(sample.token_ids) if sample.mask[t]]
-    return torch.stack([table[row, token] for row, token in at]).sum()
+    positions = [(len(sample.prompt_ids) + t - 1, token) for t, token in enumerate(sample.token_ids) if sample.mask[t]]
+    return torch.stack([table[row, token] for row, token in positions]).sum()
 
 
 @pytest.mark.parametrize("budget", [4096, 30, 1])
-def test_loss_and_gradient_are_those_of_plain_transformers(budget: int) -> None:
+def test_loss_and_gradient_equal_those_of_plain_transformers(budget: int) -> None:
     drawn, plain, reference = samples(), tiny().double(), tiny(seed=10).double()
     losses = []
     for better, worse in ((1, 2), (5, 4)):
         with torch.no_grad():
-            behind = plain_logp(reference, drawn[better]) - plain_logp(reference, drawn[worse])
+            reference_lead = plain_logp(reference, drawn[better]) - plain_logp(reference, drawn[worse])
         losses.append(
-            -F.logsigmoid(BETA * (plain_logp(plain, drawn[better]) - plain_logp(plain, drawn[worse]) - behind))
+            -F.logsigmoid(BETA * (plain_logp(plain, drawn[better]) - plain_logp(plain, drawn[worse]) - reference_lead))
         )
     expected = torch.stack(losses).mean()
     expected.backward()
@@ -66,11 +66,11 @@ def test_loss_and_gradient_are_those_of_plain_transformers(budget: int) -> None:
     assert experience is not None
     assert metrics["pairs/count"] == 2
     assert metrics["policy/loss"] == pytest.approx(expected.item(), abs=1e-6)
-    found = {name: gradient.double() for name, gradient in gradients(module).items()}
-    assert relative(found, gradients(plain)) < 1e-5
+    actual = {name: gradient.double() for name, gradient in gradients(module).items()}
+    assert relative(actual, gradients(plain)) < 1e-5
 
 
-def test_a_step_whose_rewards_are_all_equal_learns_nothing() -> None:
+def test_step_with_equal_rewards_changes_nothing() -> None:
     module = tiny()
     before = {name: p.clone() for name, p in module.named_parameters()}
     metrics, experience = learner(4096, module).update(Batch(tuple(replace(s, reward=1.0) for s in samples())), 0)
@@ -92,11 +92,11 @@ def test_pairs_stay_together_in_minibatches_micro_batches_and_ranks() -> None:
             assert [i // 2 for i in batch.indices] == [batch.indices[0] // 2] * 2
 
 
-def test_several_updates_measure_from_the_policy_of_now() -> None:
-    """Two epochs on the same pairs: the second sees what the first has done."""
-    seen = [learner(4096, tiny(), lr=lr, epochs=2).update(Batch(tuple(samples())), 0)[0] for lr in (1e-9, 1e-2)]
-    assert seen[1]["policy/loss"] < seen[0]["policy/loss"] - 0.01
-    assert seen[1]["policy/updates"] == 2
+def test_later_updates_use_the_current_policy() -> None:
+    """Two epochs on the same pairs: the second one sees the update of the first."""
+    metrics = [learner(4096, tiny(), lr=lr, epochs=2).update(Batch(tuple(samples())), 0)[0] for lr in (1e-9, 1e-2)]
+    assert metrics[1]["policy/loss"] < metrics[0]["policy/loss"] - 0.01
+    assert metrics[1]["policy/updates"] == 2
 
 
 @pytest.mark.parametrize(
@@ -111,20 +111,20 @@ def test_several_updates_measure_from_the_policy_of_now() -> None:
         ({"name": "grpo", "kl": {"where": "pairs", "coef": 0.1}}, 'kl.where = "pairs" is for loss = "dpo"'),
     ],
 )
-def test_what_cannot_work_is_refused(keys: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_rejected(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         recipe(algorithm={**ALGORITHM, **keys})
     assert said in str(raised.value)
 
 
 def test_stale_pairs_need_no_correction() -> None:
-    found = recipe(algorithm=ALGORITHM, placement={"name": "async", "staleness": 2})
-    assert found.algorithm.correction.mode == "none"
+    tree = recipe(algorithm=ALGORITHM, placement={"name": "async", "staleness": 2})
+    assert tree.algorithm.correction.mode == "none"
 
 
 @pytest.mark.slow
-def test_the_recipe_learns(tmp_path: Path) -> None:
-    """From 65 % right answers; the whole recipe is in docs/preferences.md."""
+def test_shipped_recipe_raises_the_accuracy(tmp_path: Path) -> None:
+    """Starts at 65 % right answers; the full recipe is in docs/preferences.md."""
     sets = ["train.steps=12", "train.prompts_per_step=32", "data.eval_items=200", "train.eval_every=100"]
     words = [word for each in sets for word in ("--set", each)]
     done = plaudit_here("train", "sums-online-dpo", "--out", str(tmp_path / "run"), *words)

@@ -27,7 +27,7 @@ def said(text: str, reward: float | None, **extra: Any) -> Sample:
                   extra={"prompt": "7+8=", "truth": "15", "right": None, **extra})  # fmt: skip
 
 
-def test_the_best_goes_over_the_worst_while_they_differ() -> None:
+def test_best_responses_are_paired_with_the_worst_while_rewards_differ() -> None:
     group = [said("a", 0.0), said("b", 1.0), said("c", 0.5), said("d", 0.75), said("e", None), said("f", 0.5)]
     assert [(row["chosen"], row["rejected"], row["margin"]) for row in pairs_of(group, 4)] == [
         ("b", "a", 1.0), ("d", "f", 0.25),
@@ -36,21 +36,19 @@ def test_the_best_goes_over_the_worst_while_they_differ() -> None:
     assert pairs_of([said("a", 1.0), said("b", 1.0)], 4) == []
 
 
-def test_a_response_is_in_one_pair_and_an_empty_one_in_none() -> None:
+def test_each_response_is_in_one_pair_and_empty_ones_in_none() -> None:
     group = [said("a", 0.0), said("a", 0.0), said("b", 1.0), said("b", 1.0), said("", 0.0)]
     assert [(row["chosen"], row["rejected"]) for row in pairs_of(group, 4)] == [("b", "a")]
 
 
-def test_a_conversation_stays_one() -> None:
+def test_conversation_messages_are_kept() -> None:
     messages = ({"role": "user", "content": "7+8="},)
     group = [said("a", 0.0, messages=messages), said("b", 1.0, messages=messages)]
     (row,) = pairs_of(group, 4)
     assert row == {"messages": messages, "chosen": "b", "rejected": "a", "margin": 1.0}
 
 
-def test_rollouts_become_pairs_that_a_reward_model_learns_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_from_rollouts_train_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = recipe(train={"steps": 2, "prompts_per_step": 16, "samples_per_prompt": 4})
     with Run(tmp_path / "made", tree) as run:
         roll_out(RlTraining(tree, run, Silent()))
@@ -75,7 +73,7 @@ def test_rollouts_become_pairs_that_a_reward_model_learns_from(
         assert SupervisedTraining(judge, run, Progress("judge")).fit()["pair_accuracy"] > 0.5
 
 
-def test_what_gives_no_pairs_is_refused(tmp_path: Path) -> None:
+def test_dump_without_pairs_is_rejected(tmp_path: Path) -> None:
     dump = Dump(tmp_path / "rollouts")
     dump.write(1, Batch((said("a", 1.0), said("b", 1.0))), 1)
     with pytest.raises(DataError, match="0 pairs of 1 prompts; 1 prompts have responses of equal reward only; use"):

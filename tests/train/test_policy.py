@@ -50,7 +50,7 @@ def experience(learner: Policy, off_policy: bool = True) -> Experience:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_tokens_logprob_comes_from_the_row_before_it_at_the_sampling_temperature(temperature: float) -> None:
     module = tiny()
-    found = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(made_up())
+    logprobs = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(made_up())
     expected: list[float] = []
     module.set_attn_implementation("sdpa")
     for sample in made_up():
@@ -59,7 +59,7 @@ def test_a_tokens_logprob_comes_from_the_row_before_it_at_the_sampling_temperatu
             table = (module(ids).logits[0] / temperature).log_softmax(-1)
         for t, (token, own) in enumerate(zip(sample.token_ids, sample.mask, strict=True)):
             expected.append(table[len(sample.prompt_ids) + t - 1, token].item() if own else 0.0)
-    assert torch.allclose(found, torch.tensor(expected), atol=1e-5)
+    assert torch.allclose(logprobs, torch.tensor(expected), atol=1e-5)
 
 
 def test_a_value_is_read_before_its_token_and_after_the_last() -> None:
@@ -79,47 +79,45 @@ def test_a_value_is_read_before_its_token_and_after_the_last() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(map(str, a)) if len(a) > 1 else a["name"])
 @pytest.mark.parametrize("budget", [60, 30, 1])
-def test_the_gradient_is_the_same_however_a_batch_is_split(algorithm: dict, budget: int) -> None:
+def test_gradient_does_not_depend_on_the_micro_batch_size(algorithm: dict, budget: int) -> None:
     module = tiny()
-    whole = policy(module, algorithm, micro_batch_tokens=4096)
-    data = experience(whole)
-    whole_loss = whole.gradient(data, 0.1).metrics()["policy/loss"]
+    unsplit = policy(module, algorithm, micro_batch_tokens=4096)
+    data = experience(unsplit)
+    expected_loss = unsplit.gradient(data, 0.1).metrics()["policy/loss"]
     expected = gradients(module)
     module.zero_grad()
     split = policy(module, algorithm, micro_batch_tokens=budget)
     loss = split.gradient(data, 0.1).metrics()["policy/loss"]
-    assert loss == pytest.approx(
-        whole_loss, rel=1e-5, abs=1e-6
-    )  # a mean of terms of the size of 1, which nearly cancel
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)  # a mean of terms of size 1 that nearly cancel
     assert relative(gradients(module), expected) < 5e-6
 
 
-def test_the_critics_gradient_is_the_same_however_a_batch_is_split() -> None:
-    found = []
+def test_critic_gradient_does_not_depend_on_the_micro_batch_size() -> None:
+    results = []
     for budget in (4096, 30, 1):
         model = tiny("value")
         critic = LocalCritic(model, None, Optimizer(model, recipe().train), clip=0.2, micro_batch_tokens=budget)  # type: ignore[arg-type]
         critic.gradient(experience(policy(tiny(), {"name": "ppo"})))
-        found.append(gradients(model))
-    assert max(relative(other, found[0]) for other in found[1:]) < 5e-6
+        results.append(gradients(model))
+    assert max(relative(other, results[0]) for other in results[1:]) < 5e-6
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_the_first_ratio_is_exactly_one(parts: int) -> None:
-    """π_old is the learner's own, taken in the micro-batches of the first epoch."""
+    """π_old is the learner's own, computed in the micro-batches of the first epoch."""
     learner = policy(tiny(), {"name": "dapo"}, temperature=0.8, micro_batch_tokens=40)
     data = experience(learner, off_policy=False)
     first = minibatches(len(data.samples), parts, "1 0 0")[0]
     chosen = data.select(first)
     chosen = replace(chosen, old=learner.logprobs(chosen.samples))
-    seen = learner.gradient(chosen, 0.0).metrics()
-    assert seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0
-    assert seen["policy/kl_old"] == 0.0
-    assert seen["policy/clip_low"] == seen["policy/clip_high"] == 0.0
+    metrics = learner.gradient(chosen, 0.0).metrics()
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/kl_old"] == 0.0
+    assert metrics["policy/clip_low"] == metrics["policy/clip_high"] == 0.0
 
 
 def test_one_update_needs_no_old_logprobs() -> None:
-    """Taken from the pass itself they give the gradient that a pass of their own would."""
+    """Old log-probs taken from the pass itself give the same gradient as those of a separate pass."""
     module = tiny()
     learner = policy(module, {"name": "grpo", "kl": {"coef": 0.0}})
     data = experience(learner, off_policy=False)
@@ -130,8 +128,8 @@ def test_one_update_needs_no_old_logprobs() -> None:
     assert relative(gradients(module), expected) == 0.0
 
 
-def test_a_tools_tokens_teach_nothing() -> None:
-    """Neither their advantages nor what the engine said of them reach the gradient or a denominator."""
+def test_tool_tokens_do_not_affect_the_gradient() -> None:
+    """Neither their advantages nor their engine log-probs reach the gradient or a denominator."""
     module = tiny()
     learner = policy(module, {"name": "grpo"})
     data = experience(learner)
@@ -146,7 +144,7 @@ def test_a_tools_tokens_teach_nothing() -> None:
     assert relative(gradients(module), expected) == 0.0
 
 
-def test_a_batch_of_tool_tokens_alone_has_no_gradient() -> None:
+def test_batch_with_only_tool_tokens_has_no_gradient() -> None:
     module = tiny()
     learner = policy(module, {"name": "grpo"})
     data = experience(learner)
@@ -181,8 +179,8 @@ def test_engine_and_learner_agree_and_the_end_token_is_the_policys_own() -> None
             assert set(sample.mask) == {1}
 
 
-def test_bfloat16_weights_keep_steps_that_are_too_small_for_them() -> None:
-    """A float32 copy takes the step; without one a weight of 1 never moves by 1e-3."""
+def test_bfloat16_weights_accumulate_small_steps_in_float32_copies() -> None:
+    """A float32 copy takes the step; without one a weight of 1 never changes by 1e-3."""
     layer = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(layer.weight)
     optimizer = Optimizer(layer, recipe(train={"lr": 1e-3}).train)
@@ -200,15 +198,15 @@ def test_bfloat16_weights_keep_steps_that_are_too_small_for_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float32_copies_begin_all_over_what_rounds_to_the_weights(dtype: torch.dtype) -> None:
-    """At a step of 1e-5, which is far below the rounding of most of them, the weights move by that on average. Of
-    copies that begin on the weights themselves a bfloat16 model sees a tenth."""
+def test_float32_copies_start_spread_over_the_rounding_interval(dtype: torch.dtype) -> None:
+    """A step of 1e-5, far below the rounding of most weights, changes the weights by 1e-5 on average. With copies that
+    start at the weights themselves a bfloat16 model changes by a tenth of that."""
     edge = [0.0, -0.0, 1.0, -1.0, 2.0**-14, 2.0**-24, torch.finfo(dtype).max, torch.finfo(dtype).min]
     weights = torch.cat([torch.randn(100_000) * 0.05, torch.tensor(edge)]).to(dtype)
     copies = spread(weights)
     assert copies.dtype == torch.float32
     assert torch.equal(copies.to(dtype), weights)
-    assert torch.equal(spread(weights[40_000:]), copies[40_000:])  # a rank with a part of them has the same
+    assert torch.equal(spread(weights[40_000:]), copies[40_000:])  # a rank with a shard of them gets the same
     usual = weights[:100_000].float()
     moved = ((copies[:100_000] + 1e-5).to(dtype).float() - usual).mean().item()
     assert moved == pytest.approx(1e-5, rel=0.1)
@@ -217,35 +215,35 @@ def test_float32_copies_begin_all_over_what_rounds_to_the_weights(dtype: torch.d
 
 
 def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
-    """Two tokens, γ = λ = 1, a critic that says 0.5 and 1.0: advantages are what follows less the value."""
+    """Two tokens, γ = λ = 1, critic values 0.5 and 1.0: an advantage is the return minus the value."""
     sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
                      versions=(0, 0), reward=2.0)  # fmt: skip
     algorithm = recipe(
         algorithm={"name": "ppo", "lam": 1.0, "advantage": {"whiten": False}, "kl": {"coef": 0.1}}
     ).algorithm  # fmt: skip
-    found = estimate(
+    estimated = estimate(
         algorithm, [sample], torch.tensor([2.0]), kl_coef=0.1, old=torch.tensor([-1.0, -2.0]),
         reference=torch.tensor([-2.0, -1.0]), values=torch.tensor([0.5, 1.0]), after=torch.tensor([7.0]),
     )  # fmt: skip
-    assert torch.allclose(found.token_rewards, torch.tensor([-0.1, 2.1]))  # k1 is 1 and -1
-    assert torch.allclose(found.advantages, torch.tensor([1.5, 1.1]))
-    assert found.returns is not None
-    assert torch.allclose(found.returns, torch.tensor([2.0, 2.1]))
+    assert torch.allclose(estimated.token_rewards, torch.tensor([-0.1, 2.1]))  # k1 is 1 and -1
+    assert torch.allclose(estimated.advantages, torch.tensor([1.5, 1.1]))
+    assert estimated.returns is not None
+    assert torch.allclose(estimated.returns, torch.tensor([2.0, 2.1]))
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1").item() == 1.0
 
 
-def test_the_reward_of_a_cut_response_counts_once() -> None:
-    """It covers the whole response, the cut included: a critic that has learned it is right, and stays so. The critic's
-    value behind the cut stands in place of it; with both there is no such critic."""
+def test_reward_of_a_truncated_response_counts_once() -> None:
+    """The reward covers the whole response, also if it was truncated: a critic that has learned it is right, and stays
+    so. With bootstrap the critic's value after the cut replaces the reward; with both no critic could be right."""
     sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
                      versions=(0, 0), reward=2.0, finish_reason="length")  # fmt: skip
 
     def returns(value: float, **keys: Any) -> list[float]:
         algorithm = recipe(algorithm={"name": "ppo", "lam": 1.0, **keys}).algorithm
-        says = torch.full((2,), value)
-        found = estimate(algorithm, [sample], torch.tensor([2.0]), values=says, after=says[:1]).returns
-        assert found is not None
-        return found.tolist()
+        values = torch.full((2,), value)
+        estimated = estimate(algorithm, [sample], torch.tensor([2.0]), values=values, after=values[:1]).returns
+        assert estimated is not None
+        return estimated.tolist()
 
     assert returns(0.5) == [2.0, 2.0]
     assert returns(2.0) == [2.0, 2.0]
@@ -255,22 +253,22 @@ def test_the_reward_of_a_cut_response_counts_once() -> None:
         returns(0.5, bootstrap=True)
 
 
-def test_values_behind_a_cut_have_a_fixed_point_also_with_rewards_on_the_way() -> None:
-    """Every response is cut after two tokens, each of which pays 1: V = 1 + gamma (1 + gamma V), the first token's."""
-    cut = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
+def test_bootstrapped_values_have_a_fixed_point_also_with_token_rewards() -> None:
+    """Every response is truncated after two tokens with reward 1 each: V = 1 + gamma (1 + gamma V) at the first one."""
+    truncated = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
                   versions=(0, 0), reward=9.0, token_rewards=(1.0, 1.0), finish_reason="length")  # fmt: skip
     algorithm = recipe(algorithm={"name": "ppo", "lam": 1.0, "bootstrap": True, "gamma": 0.9}).algorithm
     value = 0.0
     for _ in range(200):
-        says = torch.full((2,), value)
-        found = estimate(algorithm, [cut], torch.tensor([9.0]), values=says, after=says[:1]).returns
-        assert found is not None
-        value = found[0].item()
+        values = torch.full((2,), value)
+        estimated = estimate(algorithm, [truncated], torch.tensor([9.0]), values=values, after=values[:1]).returns
+        assert estimated is not None
+        value = estimated[0].item()
     assert value == pytest.approx((1 + 0.9) / (1 - 0.9**2), rel=1e-4)
 
 
 def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:
-    """An engine attends to long sequences one by one; the learner's two passes must do alike."""
+    """An engine attends to long sequences one by one; both passes of the learner must do the same."""
     module = new_llama(
         "policy", vocab_size=24, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64,
         max_positions=256, seed=3,
@@ -289,12 +287,12 @@ def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:
     learner = policy(module, {"name": "dapo"})
     old = learner.logprobs(samples)
     data = Experience(tuple(samples), own_tokens(samples), flat(samples, "logprobs"), torch.ones(len(old)), old)
-    seen = learner.gradient(data, 0.0).metrics()
-    assert seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0
+    metrics = learner.gradient(data, 0.0).metrics()
+    assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
 
 
-def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_the_first() -> None:
-    """The commonest PPO setting. Without π_old the ratio would be 1 for both, and nothing would ever be clipped."""
+def test_second_minibatch_ratio_uses_the_policy_before_the_first() -> None:
+    """The most common PPO setting. Without π_old the ratio would be 1 for both, and nothing would ever be clipped."""
     module = tiny()
     tree = recipe(algorithm={"name": "dapo", "dynamic": None}, train={"epochs": 1, "minibatches": 2, "lr": 3e-2})
     learner_policy = policy(module, {"name": "dapo"})
@@ -304,7 +302,7 @@ def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_t
     metrics, experience = learner.update(Batch(tuple(samples), 0), 0)
     assert experience is not None
     assert experience.old is not None
-    # In the micro-batches of the epoch, so not to the bit in these.
+    # Computed in the epoch's micro-batches, so not bit for bit equal to this pass.
     assert torch.allclose(experience.old, before, atol=1e-5)
     moved = (learner_policy.logprobs(samples) - before).abs().max()
     assert moved > 0.1
@@ -312,43 +310,43 @@ def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_t
     assert metrics["policy/kl_old"] != 0.0
 
 
-def test_tokens_that_a_correction_rejects_are_in_no_denominator() -> None:
-    """At the level of sequences: the gradient is that of a batch without the rejected ones."""
+def test_tokens_rejected_by_a_correction_are_in_no_denominator() -> None:
+    """At sequence level, the gradient equals that of a batch without the rejected sequences."""
     module = tiny()
     algorithm = {"name": "grpo", "kl": {"coef": 0.0}, "correction": {"mode": "mask", "level": "sequence", "cap": 1.5}}
     tree = recipe(algorithm=algorithm)
     learner = RlLearner(tree, policy(module, algorithm), Optimizer(module, tree.train), None, None, Clock())
     samples = [replace(s, finish_reason="stop") for s in made_up()]
-    ours = learner.policy.logprobs(samples)
+    logprobs = learner.policy.logprobs(samples)
     ends = torch.tensor([len(s.token_ids) for s in samples]).cumsum(0).tolist()
-    told = [ours[end - len(s.token_ids) : end] for s, end in zip(samples, ends, strict=True)]
-    told[1] = told[1] - 1.0  # the engine says that it was unlikely: a weight far above the cap
-    drawn = [replace(s, logprobs=tuple(lp.tolist())) for s, lp in zip(samples, told, strict=True)]
+    engine_logprobs = [logprobs[end - len(s.token_ids) : end] for s, end in zip(samples, ends, strict=True)]
+    engine_logprobs[1] = engine_logprobs[1] - 1.0  # the engine reports a low probability: a weight far above the cap
+    drawn = [replace(s, logprobs=tuple(lp.tolist())) for s, lp in zip(samples, engine_logprobs, strict=True)]
     experience, _ = learner._experience(Batch(tuple(drawn), 0), torch.tensor([s.reward for s in drawn]), 0)
     assert experience.kept is not None
-    for how in ("token", "sequence", "constant"):
-        changed = {**algorithm, "aggregate": how}
+    for aggregate in ("token", "sequence", "constant"):
+        changed = {**algorithm, "aggregate": aggregate}
         module.zero_grad()
-        seen = policy(module, changed).gradient(experience, 0.0).metrics()
-        found = gradients(module)
-        assert 0 < seen["mismatch/masked"] < 1
+        metrics = policy(module, changed).gradient(experience, 0.0).metrics()
+        actual = gradients(module)
+        assert 0 < metrics["mismatch/masked"] < 1
         module.zero_grad()
         others = experience.select([0, 2, 3, 4, 5])
         policy(module, changed).gradient(replace(others, kept=None), 0.0)
-        assert relative(found, gradients(module)) < 1e-5, how
+        assert relative(actual, gradients(module)) < 1e-5, aggregate
 
 
-def test_a_critic_on_the_policys_trunk_learns_in_the_warm_up_and_the_policy_waits() -> None:
+def test_shared_critic_trains_during_warmup_and_the_policy_does_not() -> None:
     module = tiny()
     head = value_head(module)
     algorithm = {"name": "ppo", "kl": {"coef": 0.0}}
     tree = recipe(algorithm=algorithm, critic={"shared": True, "warmup": 1}, train={"lr": 1e-2})
-    learns = Policy(
+    trained = Policy(
         inspect(module), tree.algorithm, temperature=1.0, max_tokens=16, micro_batch_tokens=4096, value_head=head,
         value_coef=0.5,
     )  # fmt: skip
     optimizer = Optimizer(module, tree.train, {"value_head.weight": head.weight})
-    learner = RlLearner(tree, learns, optimizer, SharedCritic(learns), None, Clock())
+    learner = RlLearner(tree, trained, optimizer, SharedCritic(trained), None, Clock())
     samples = tuple(replace(s, finish_reason="stop") for s in made_up())
     before = {name: p.clone() for name, p in module.named_parameters()}
     metrics, _ = learner.update(Batch(samples, 0), 0)

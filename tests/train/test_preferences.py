@@ -48,7 +48,7 @@ def model(seed: int) -> nn.Module:
         seed=seed,
     ).double()  # fmt: skip
     with torch.no_grad():
-        for parameter in module.parameters():  # fresh weights are so small that every token is as likely as the next
+        for parameter in module.parameters():  # fresh weights are so small that all tokens are about equally likely
             if parameter.ndim > 1:
                 parameter.mul_(6.0)
     return module
@@ -59,7 +59,7 @@ def ids(count: int, seed: int) -> Ids:
 
 
 def examples(name: str) -> list[Example]:
-    """Ragged; the last two have one prompt, and responses that begin alike."""
+    """Examples of different lengths; the last two have the same prompt, and responses with common prefixes."""
     prompts = [ids(n, n) for n in (3, 7, 1, 9, 5)] + [ids(5, 5)]
     first = [ids(n, 20 + n) for n in (4, 2, 9, 1, 6)] + [(*ids(6, 26)[:3], 2)]
     second = [ids(n, 40 + n) for n in (8, 3, 1, 5, 2)] + [(*ids(6, 26)[:2], 7, 7)]
@@ -69,15 +69,15 @@ def examples(name: str) -> list[Example]:
 
 
 def plain_logp(module: nn.Module, prompt: Ids, response: Ids, start: int) -> Tensor:
-    """Of the tokens from `start` on, by the model's own forward pass on this one sequence."""
+    """The log-prob of the tokens from `start` on, by the model's own forward pass on this one sequence."""
     tokens = torch.tensor([prompt + response])
     logits = module(tokens).logits[0, :-1].log_softmax(-1)
     picked: Tensor = logits.gather(1, tokens[0, 1:, None])[start - 1 :, 0]
     return picked.sum()
 
 
-def by_the_papers(name: str, policy: nn.Module, reference: nn.Module, items: list[Any], keys: Any) -> Tensor:
-    """The mean loss, from one sequence at a time. Written from the papers, with nothing of ours."""
+def loss_from_the_papers(name: str, policy: nn.Module, reference: nn.Module, items: list[Any], keys: Any) -> Tensor:
+    """The mean loss, one sequence at a time, written from the papers without any code of this package."""
 
     def ratio(item: Any, response: Ids) -> Tensor:
         at = len(item.prompt)
@@ -114,15 +114,15 @@ def by_the_papers(name: str, policy: nn.Module, reference: nn.Module, items: lis
 
 def with_reference(reference: nn.Module, items: list[Example]) -> list[Example]:
     use_packed_attention(reference)
-    found = reference_logprobs(Reader(reference, 40), [i for i in items if isinstance(i, Preferred | Labelled)])
+    logprobs = reference_logprobs(Reader(reference, 40), [i for i in items if isinstance(i, Preferred | Labelled)])
     ready: list[Example] = []
-    for item, logp in zip(items, found, strict=True):
+    for item, logp in zip(items, logprobs, strict=True):
         assert isinstance(item, Preferred | Labelled)
         ready.append(replace(item, reference=logp))
     return ready
 
 
-def ours(name: str, budget: int, **keys: Any) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradient(name: str, budget: int, **keys: Any) -> tuple[float, dict[str, Tensor]]:
     policy, items = model(3), examples(name)
     chosen = algorithm(name, **keys)
     if chosen.method.reference:
@@ -136,41 +136,41 @@ def ours(name: str, budget: int, **keys: Any) -> tuple[float, dict[str, Tensor]]
 @pytest.mark.parametrize("budget", [10_000, 25], ids=["whole", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_loss_and_gradient_equal_plain_transformers_one_by_one(name: str, budget: int) -> None:
-    loss, found = ours(name, budget)
+    loss, actual = loss_and_gradient(name, budget)
     policy, reference = model(3), model(4)
-    expected = by_the_papers(name, policy, reference, examples(name), METHODS[name])
+    expected = loss_from_the_papers(name, policy, reference, examples(name), METHODS[name])
     expected.backward()  # type: ignore[no-untyped-call]
     assert loss == pytest.approx(expected.item(), abs=1e-6, rel=1e-6)
     scale = max(p.grad.abs().max().item() for p in policy.parameters() if p.grad is not None)
     for parameter, value in policy.named_parameters():
         assert value.grad is not None
-        assert (found[parameter] - value.grad).abs().max().item() <= 1e-6 * scale, parameter
+        assert (actual[parameter] - value.grad).abs().max().item() <= 1e-6 * scale, parameter
 
 
-def test_ktos_drift_is_the_mean_over_the_batch_and_not_below_zero() -> None:
-    """However the batch is split. What is compared above has no drift: it would not notice if it were always 0."""
+def test_kto_drift_is_the_batch_mean_and_never_negative() -> None:
+    """For any micro-batch size. The test above has no drift: it would also pass if the drift were always 0."""
     policy = model(3)
     items = [item for item in with_reference(policy, examples("kto")) if isinstance(item, Labelled)]
-    objective, found = LearnPreferences(algorithm("kto")), []
+    objective, baselines = LearnPreferences(algorithm("kto")), []
     for shift in (-1.5, 0.0, 2.5):
         moved: list[Example] = [replace(i, reference=(i.reference[0], i.reference[1] - shift)) for i in items]
         for budget in (10_000, 25):
             objective.begin(Reader(policy, budget), moved)
-            found.append(objective.baseline)
-    assert found == pytest.approx([0.0, 0.0, 0.0, 0.0, 2.5, 2.5], abs=1e-6)
+            baselines.append(objective.baseline)
+    assert baselines == pytest.approx([0.0, 0.0, 0.0, 0.0, 2.5, 2.5], abs=1e-6)
 
 
-def test_orpo_may_leave_the_prompt_out_of_its_sft_term() -> None:
-    loss, _ = ours("orpo", 10_000, prompt_loss=False)
+def test_orpo_can_exclude_the_prompt_from_its_sft_term() -> None:
+    loss, _ = loss_and_gradient("orpo", 10_000, prompt_loss=False)
     policy, items = model(3), examples("orpo")
-    whole = by_the_papers("orpo", policy, policy, items, METHODS["orpo"]).item()
+    full_loss = loss_from_the_papers("orpo", policy, policy, items, METHODS["orpo"]).item()
     pairs = [item for item in items if isinstance(item, Preferred)]
-    prompted, alone = (
+    prompted, unprompted = (
         sum(-plain_logp(policy, p.prompt, p.chosen, start(p)).item() for p in pairs)
         / sum(len(p.prompt + p.chosen) - start(p) for p in pairs)
         for start in STARTS
     )
-    assert loss == pytest.approx(whole - prompted + alone, rel=1e-6)
+    assert loss == pytest.approx(full_loss - prompted + unprompted, rel=1e-6)
 
 
 STARTS: tuple[Callable[[Preferred], int], ...] = (lambda _: 1, lambda pair: len(pair.prompt))
@@ -179,11 +179,11 @@ STARTS: tuple[Callable[[Preferred], int], ...] = (lambda _: 1, lambda pair: len(
 def test_a_pair_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from plaudit.train.supervised import reader
 
-    seen: list[int] = []
+    row_counts: list[int] = []
     packing = packed_rows
 
     def counted(module: nn.Module, packed: Any) -> Tensor:
-        seen.append(packed.input_ids.shape[1])
+        row_counts.append(packed.input_ids.shape[1])
         return packing(module, packed)
 
     monkeypatch.setattr(reader, "packed_rows", counted)
@@ -191,7 +191,7 @@ def test_a_pair_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> Non
     use_packed_attention(policy)
     pair = Preferred(ids(9, 1), ids(4, 2), ids(3, 3))
     Learner(policy, LearnPreferences(algorithm("dpo")), Optimizer(policy, TABLE), 10_000).mean_loss([pair])
-    assert seen == [9 + 4 + 3] == [token_count(pair)]
+    assert row_counts == [9 + 4 + 3] == [token_count(pair)]
 
 
 # Runs.
@@ -212,8 +212,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    made = [{"prompt": f"{i}+7=", "chosen": f"{i}+7={i + 7};#{i + 7}", "rejected": f"#{i + 6}"} for i in range(1, 9)]
-    return write(tmp_path / "rows.jsonl", made * 2)
+    items = [{"prompt": f"{i}+7=", "chosen": f"{i}+7={i + 7};#{i + 7}", "rejected": f"#{i + 6}"} for i in range(1, 9)]
+    return write(tmp_path / "rows.jsonl", items * 2)
 
 
 def recipe(path: Path, data: Path, name: str = "dpo") -> str:
@@ -225,18 +225,20 @@ def recipe(path: Path, data: Path, name: str = "dpo") -> str:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_learns_from_a_file(name: str, tmp_path: Path, rows: Path) -> None:
+def test_every_method_trains_from_a_file(name: str, tmp_path: Path, rows: Path) -> None:
     if name == "kto":
         pairs = [json.loads(line) for line in rows.read_text().splitlines()]
         sides = ("chosen", True), ("rejected", False)
-        made = [{"prompt": p["prompt"], "response": p[side], "label": label} for p in pairs for side, label in sides]
-        write(rows, made)
+        labelled = [
+            {"prompt": p["prompt"], "response": p[side], "label": label} for p in pairs for side, label in sides
+        ]
+        write(rows, labelled)
     run = tmp_path / "run"
     done = train(recipe(tmp_path / "r.toml", rows, name), "--out", str(run), sets=["train.lr=1e-3", "train.warmup=1"])
     assert done.returncode == 0, done.stderr
-    found = losses(run)
-    assert len(found) == 6
-    assert found[-1] < found[0]
+    curve = losses(run)
+    assert len(curve) == 6
+    assert curve[-1] < curve[0]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["label_auc" if name == "kto" else "pair_accuracy"] == 1.0
     assert (run / "preferences" / "reference.json").exists() == (name not in ("orpo", "simpo"))
@@ -248,8 +250,8 @@ def test_every_method_learns_from_a_file(name: str, tmp_path: Path, rows: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, rows: Path, lora: bool) -> None:
-    """It is killed at whatever step it has come to; as many steps are then made without a break."""
+def test_killed_run_resumes_bit_for_bit(tmp_path: Path, rows: Path, lora: bool) -> None:
+    """The run is killed at an arbitrary step; an uninterrupted run then makes as many steps as the resumed one."""
     if lora:
         pytest.importorskip("peft")
     straight, broken, file = tmp_path / "straight", tmp_path / "broken", recipe(tmp_path / "r.toml", rows)
@@ -269,15 +271,15 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, rows: Path, lora: bool)
         done = train(file, "--out", str(run), *more, sets=sets)
         assert done.returncode == 0, done.stderr
     assert losses(broken) == losses(straight)
-    expected, found = (load_file(path / "final" / "model.safetensors") for path in (straight, broken))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (load_file(path / "final" / "model.safetensors") for path in (straight, broken))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     one, other = (json.loads((path / "summary.json").read_text()) for path in (straight, broken))
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
     assert (straight / "final" / "adapter").exists() == lora
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_a_run_in_two_parts_equals_one_without_a_break(tmp_path: Path, rows: Path, lora: bool) -> None:
+def test_run_in_two_parts_equals_an_uninterrupted_one(tmp_path: Path, rows: Path, lora: bool) -> None:
     if lora:
         pytest.importorskip("peft")
     file = recipe(tmp_path / "r.toml", rows)
@@ -287,20 +289,20 @@ def test_a_run_in_two_parts_equals_one_without_a_break(tmp_path: Path, rows: Pat
             done = train(file, "--out", str(tmp_path / run), "--resume", sets=[*sets, f"train.steps={steps}"])
             assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("whole", "parts"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_a_world_is_learned_from_the_policys_own_responses(tmp_path: Path, name: str) -> None:
+def test_world_preferences_come_from_the_policys_own_responses(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     sets = ["train.batch=4", "train.steps=2", "train.checkpoint.every=1", "data.eval_items=8", "data.problems=24"]
     sets += ["data.samples=4", f"algorithm.name={name}"]
     done = train("sums-dpo", "--out", str(run), sets=sets)
     assert done.returncode == 0, done.stderr
-    kept = run / "preferences" / "rows.jsonl"
-    for row in map(json.loads, kept.read_text().splitlines()):
+    stored = run / "preferences" / "rows.jsonl"
+    for row in map(json.loads, stored.read_text().splitlines()):
         problem = Problem.parse(row["prompt"])
         if name == "dpo":
             assert judge(problem, row["chosen"]).right
@@ -309,7 +311,7 @@ def test_a_world_is_learned_from_the_policys_own_responses(tmp_path: Path, name:
             assert judge(problem, row["response"]).right == row["label"]
     summary = json.loads((run / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "heldout_loss"} <= set(summary)
-    kept.unlink()
+    stored.unlink()
     again = train("sums-dpo", "--out", str(run), "--resume", sets=[*sets, "train.steps=3"])
     assert again.returncode == 2
     assert "rows.jsonl is missing and the run trains on it: restore it, or start over with --fresh" in again.stderr
@@ -317,19 +319,19 @@ def test_a_world_is_learned_from_the_policys_own_responses(tmp_path: Path, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_a_resumed_run_still_measures_from_the_policy_of_the_start(tmp_path: Path, rows: Path, lora: bool) -> None:
-    """Its reference is gone: it is computed again, from the model's path or with the adapter off."""
+def test_resumed_run_keeps_the_initial_policy_as_its_reference(tmp_path: Path, rows: Path, lora: bool) -> None:
+    """The stored reference is deleted: it is computed again, from the model's path or with the adapter disabled."""
     if lora:
         pytest.importorskip("peft")
     sets = ["train.lr=1e-2", *(["model.lora.rank=4"] if lora else [])]
     run, file = tmp_path / "run", recipe(tmp_path / "r.toml", rows)
     assert train(file, "--out", str(run), sets=sets).returncode == 0
-    kept = run / "preferences" / "reference.json"
-    before = json.loads(kept.read_text())
-    kept.unlink()
+    stored = run / "preferences" / "reference.json"
+    before = json.loads(stored.read_text())
+    stored.unlink()
     done = train(file, "--out", str(run), "--resume", sets=[*sets, "train.steps=8"])
     assert done.returncode == 0, done.stderr
-    after = json.loads(kept.read_text())
+    after = json.loads(stored.read_text())
     assert after.keys() == before.keys()
     for key, logps in before.items():
         assert after[key] == pytest.approx(logps, abs=1e-4)
@@ -348,7 +350,9 @@ def test_a_resumed_run_still_measures_from_the_policy_of_the_start(tmp_path: Pat
         ("kto", {"response": "", "label": True}, "needs a text 'response', got ''"),
     ],
 )
-def test_a_bad_line_is_told_before_the_first_step(tmp_path: Path, name: str, row: dict[str, Any], says: str) -> None:
+def test_invalid_row_is_reported_before_the_first_step(
+    tmp_path: Path, name: str, row: dict[str, Any], says: str
+) -> None:
     good = {"chosen": "#8", "rejected": "#9", "response": "#8", "label": True}
     data = write(tmp_path / "rows.jsonl", [{"prompt": "1+7=", **good}] * 6 + [{"prompt": "2+6=", **row}])
     done = train(recipe(tmp_path / "r.toml", data, name), "--out", str(tmp_path / "run"), sets=[])
@@ -359,7 +363,7 @@ def test_a_bad_line_is_told_before_the_first_step(tmp_path: Path, name: str, row
     assert not losses(tmp_path / "run")
 
 
-def test_a_new_model_is_refused(tmp_path: Path, rows: Path) -> None:
+def test_new_model_is_rejected(tmp_path: Path, rows: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text(Path(recipe(file, rows)).read_text().replace('path = "sums-policy"', "new.hidden = 32"))
     done = train(str(file), "--out", str(tmp_path / "run"), sets=[])

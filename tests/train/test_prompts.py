@@ -1,5 +1,5 @@
-"""Prompts for RL: from worlds, files and gyms, with their reference answers; and rules that check the answers from a
-recipe."""
+"""Prompts for RL from worlds, files and gyms, with their reference answers; and the rules of a recipe that check
+responses."""
 
 import json
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from plaudit.train.rollouts.sources import open_prompts
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 TOKENIZER = sums_tokenizer()
-ROOM = LengthLimits(positions=64, response=32)
+LIMITS = LengthLimits(positions=64, response=32)
 
 
-def prompts_of(room: LengthLimits | None = ROOM, **keys: Any) -> Prompts:
-    return open_prompts(RlDataTable(**keys), TOKENIZER, 1, room)
+def prompts_of(limits: LengthLimits | None = LIMITS, **keys: Any) -> Prompts:
+    return open_prompts(RlDataTable(**keys), TOKENIZER, 1, limits)
 
 
 def jsonl(path: Path, *rows: Any) -> str:
@@ -47,11 +47,11 @@ def answered(prompt: Prompt, text: str) -> Sample:
 
 @contextmanager
 def scorer(**keys: Any) -> Iterator[Scorer]:
-    made = Scorer(RlRewardTable(**keys))
+    opened = Scorer(RlRewardTable(**keys))
     try:
-        yield made
+        yield opened
     finally:
-        made.close()
+        opened.close()
 
 
 # Worlds
@@ -73,7 +73,7 @@ def test_a_limit_repeats_the_first_items() -> None:
 # Files
 
 
-def test_a_file_of_plain_prompts_with_truths_under_a_key_of_their_own(tmp_path: Path) -> None:
+def test_file_of_plain_prompts_with_a_custom_truth_key(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "sum": i + 1, "level": i} for i in range(20)]
     prompts = prompts_of(path=jsonl(tmp_path / "p.jsonl", *rows), truth="sum")
     assert [prompt.truth for prompt in prompts.heldout()] == [19, 20], "the last tenth is held out"
@@ -91,7 +91,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
     assert lines.heldout() == table.heldout()
 
 
-def test_chat_puts_a_plain_prompt_into_the_models_template(tmp_path: Path) -> None:
+def test_chat_renders_a_plain_prompt_with_the_models_template(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2="}] * 3)
     plain = prompts_of(path=path).train([0])[0]
     chat = prompts_of(path=path, chat=True, system="3+3=").train([0])[0]
@@ -101,7 +101,7 @@ def test_chat_puts_a_plain_prompt_into_the_models_template(tmp_path: Path) -> No
     assert roles == ["system", "user"]
 
 
-def test_prompts_together_are_those_one_by_one(tmp_path: Path) -> None:
+def test_batched_prompts_equal_single_ones(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "1<eos>2="}, {"role": "assistant", "content": "3"}]
     texts = [{"prompt": f"{i}+1="} for i in range(6)]
     chats = [{"messages": [*turns, {"role": "user", "content": f"{i}="}]} for i in range(6)]
@@ -111,16 +111,16 @@ def test_prompts_together_are_those_one_by_one(tmp_path: Path) -> None:
         assert prompts.train(range(11)) == [prompts.train([i])[0] for i in range(11)]
 
 
-def test_of_prompts_together_the_one_that_fails_is_named(tmp_path: Path) -> None:
+def test_batch_error_names_the_failing_prompt(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "captain" if i == 5 else "user", "content": "1="}]} for i in range(9)]
     prompts = prompts_of(None, path=jsonl(tmp_path / "p.jsonl", *rows), chat=True)
     with pytest.raises(DataError, match=r"p\.jsonl:6: message 0 has the role 'captain'"):
         prompts.train(range(8))
 
 
-def test_a_system_message_in_the_data_stays(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "9="}, {"role": "user", "content": "1="}]
-    path = jsonl(tmp_path / "p.jsonl", *[{"messages": own}] * 3)
+def test_system_message_in_the_data_is_kept(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "9="}, {"role": "user", "content": "1="}]
+    path = jsonl(tmp_path / "p.jsonl", *[{"messages": messages}] * 3)
     assert shown(prompts_of(path=path, chat=True, system="3=").train([0])[0]) == "<bos>9=1="
 
 
@@ -159,22 +159,22 @@ def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_told_by_line(tmp_path: Path, rows: list[Any], message: str) -> None:
+def test_file_errors_name_the_line(tmp_path: Path, rows: list[Any], message: str) -> None:
     path = jsonl(tmp_path / "p.jsonl", *rows)
     with pytest.raises(DataError, match=message):
         prompts_of(path=path).train([0])
 
 
-def test_rows_are_checked_before_the_first_is_asked(tmp_path: Path) -> None:
+def test_all_rows_are_checked_when_the_file_is_opened(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1="}] * 200, {"prompt": "2" * 50}, *[{"prompt": "1="}] * 30)
     with pytest.raises(DataError, match=r"p.jsonl:201: the prompt has 51 tokens"):
         prompts_of(path=path)
 
 
-def test_eval_path_holds_nothing_of_the_training_file_out(tmp_path: Path) -> None:
+def test_eval_path_leaves_the_training_file_complete(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "a.jsonl", {"prompt": "1="})
-    held = jsonl(tmp_path / "b.jsonl", {"prompt": "2="}, {"prompt": "3="})
-    prompts = prompts_of(path=train, eval_path=held)
+    evaluation = jsonl(tmp_path / "b.jsonl", {"prompt": "2="}, {"prompt": "3="})
+    prompts = prompts_of(path=train, eval_path=evaluation)
     assert [prompt.text for prompt in prompts.train([0, 1])] == ["1=", "1="]
     assert [prompt.text for prompt in prompts.heldout()] == ["2=", "3="]
 
@@ -190,7 +190,7 @@ def test_exact_compares_with_the_truth_of_the_file(tmp_path: Path) -> None:
     assert [sample.reward for sample in scored] == [1.0, 0.0]
 
 
-def test_math_reads_answers_as_mathematics(tmp_path: Path) -> None:
+def test_math_rule_compares_mathematical_values(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2=", "answer": "1/2"}] * 3)
     prompt = prompts_of(path=path).train([0])[0]
     with scorer(rule="math", answer=r"\\boxed\{(.*)\}") as judge:
@@ -213,7 +213,7 @@ def recipe(data: dict[str, Any], reward: dict[str, Any]) -> RlRecipe:
     return parsed
 
 
-def test_a_gym_task_and_its_rule_belong_together() -> None:
+def test_gym_data_and_the_gym_rule_require_each_other() -> None:
     recipe({"gym": "chain_sum"}, {"rule": "gym"})
     with pytest.raises(ConfigError, match='a gym task checks its own answers: set rule = "gym"'):
         recipe({"gym": "chain_sum"}, {"rule": "exact"})
@@ -234,37 +234,37 @@ def test_gym_prompts_are_pure_functions_of_seed_and_index(gym: Any) -> None:
     keys = {"gym": "chain_sum", "gym_options": options, "eval_items": 5}
     prompts, again = prompts_of(None, **keys), prompts_of(None, **keys)
     assert prompts.train(range(5)) == again.train(range(5))
-    held = [prompt.text for prompt in prompts.heldout()]
-    assert len(held) == 5
-    assert held != [prompt.text for prompt in prompts.train(range(5))]
+    heldout_texts = [prompt.text for prompt in prompts.heldout()]
+    assert len(heldout_texts) == 5
+    assert heldout_texts != [prompt.text for prompt in prompts.train(range(5))]
 
 
 @pytest.mark.slow
-def test_the_tasks_own_scorer_decides(gym: Any) -> None:
+def test_gym_rule_uses_the_tasks_own_scorer(gym: Any) -> None:
     prompts = prompts_of(None, gym="chain_sum", gym_options={"max_digits": 1})
-    asked = prompts.train([0])[0]
-    right = asked.truth["item"]["answer"]
-    assert int(right) == eval(asked.truth["item"]["metadata"]["expression"])
-    texts = [f"<answer>{right}</answer>", f"<answer>+0{right}.0</answer>", "<answer>x</answer>", right]
+    prompt = prompts.train([0])[0]
+    correct = prompt.truth["item"]["answer"]
+    assert int(correct) == eval(prompt.truth["item"]["metadata"]["expression"])
+    texts = [f"<answer>{correct}</answer>", f"<answer>+0{correct}.0</answer>", "<answer>x</answer>", correct]
     with scorer(rule="gym", answer="<answer>(.*?)</answer>") as judge:
-        scored = judge.score([asked] * 4, [answered(asked, text) for text in texts])
+        scored = judge.score([prompt] * 4, [answered(prompt, text) for text in texts])
     assert scored[0].reward == 1.0
     assert scored[2].reward == 0.0
     assert scored[3].reward == 0.0, "without the tags there is no answer"
-    if not right.startswith("-"):
+    if not correct.startswith("-"):
         assert scored[1].reward == 1.0, "the scorer reads numbers, not text"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["arc_1d", "rearc", "rush_hour", "gcd", "graph_color", "mini_sudoku"])
-def test_an_item_survives_the_way_to_the_rules_process(gym: Any, task: str) -> None:
-    """Some tasks hold tuples, which JSON has not: the score must be the one that the task gives at home."""
+def test_gym_item_is_scored_the_same_in_the_rule_process(gym: Any, task: str) -> None:
+    """Some tasks have tuples, which JSON lacks: the score must equal the task's own score in this process."""
     prompts = prompts_of(None, gym=task, eval_items=2)
-    asked = prompts.train([1])[0]
+    prompt = prompts.train([1])[0]
     items = gym.create_dataset(task, seed=1, size=100_000)
     expected = float(items.score_answer(str(items[1]["answer"]), entry=items[1]))
     with scorer(rule="gym", timeout=20.0) as judge:
-        (scored,) = judge.score([asked], [answered(asked, str(items[1]["answer"]))])
+        (scored,) = judge.score([prompt], [answered(prompt, str(items[1]["answer"]))])
     assert scored.error is None
     assert scored.reward == expected
 
@@ -283,6 +283,8 @@ def test_an_item_survives_the_way_to_the_rules_process(gym: Any, task: str) -> N
         ("chain_sum", {"seed": 3}, "set the recipe's seed"),
     ],
 )  # fmt: skip
-def test_what_a_gym_refuses_is_told(gym: Any, task: str, options: dict[str, Any], message: str) -> None:
+def test_unsupported_gym_options_are_rejected_with_the_reason(
+    gym: Any, task: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         prompts_of(gym=task, gym_options=options)

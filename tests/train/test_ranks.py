@@ -1,4 +1,4 @@
-"""Training over ranks equals training on one: real processes, gloo, tiny models."""
+"""Training over several ranks equals training on one: real processes, gloo, tiny models."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from tests.train.rl_world import Silent, recipe, weights
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = 120.0
-# Means of what single micro-batches say: they depend on the split, on one rank too.
+# Means over micro-batches, which depend on how the batch is split, also on one rank.
 BY_MICRO_BATCH = ("mismatch/abs_std", "mismatch/ess", "mismatch/correlation")
 
 
@@ -52,13 +52,13 @@ STAGES = (1, 1, 1, 2)
 
 
 def on_ranks(shape: Shape, directory: Path) -> None:
-    """Run tests.train.rank_update on that many ranks."""
+    """Runs tests.train.rank_update on ranks of the given shape."""
     sizes = map(str, (*shape, 1)[:4])
     fork_ranks(math.prod(shape), ["-m", "tests.train.rank_update", *sizes, str(directory)], directory)
 
 
 def fork_ranks(world: int, words: list[str], outputs: Path) -> None:
-    """A command on every rank, as torchrun starts it, without the seconds in which each imports torch."""
+    """Runs a command on every rank, as torchrun does, without the seconds in which each rank imports torch."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,47 +83,49 @@ SLOW = pytest.mark.slow
     ],
     ids=str,
 )  # fmt: skip
-def test_gradients_losses_and_state_are_those_of_one_rank(
+def test_gradients_losses_and_state_equal_those_of_one_rank(
     shape: Shape, tmp_path: Path, alone: dict[str, Update]
 ) -> None:
     on_ranks(shape, tmp_path)
     for case, expected in alone.items():
-        found = load_file(tmp_path / f"{case}.safetensors")
-        assert found.keys() == expected.tensors.keys()
-        for name, tensor_found in found.items():
-            wanted = expected.tensors[name]
-            difference = (tensor_found - wanted).norm() / wanted.norm().clamp_min(1e-12)
+        actual = load_file(tmp_path / f"{case}.safetensors")
+        assert actual.keys() == expected.tensors.keys()
+        for name, tensor in actual.items():
+            reference = expected.tensors[name]
+            difference = (tensor - reference).norm() / reference.norm().clamp_min(1e-12)
             assert difference < 1e-5, (case, name, difference)
         for rank in range(math.prod(shape)):
-            told = json.loads((tmp_path / f"{case}-{rank}.json").read_text())
-            same = {name: value for name, value in expected.metrics.items() if name not in BY_MICRO_BATCH}
-            assert {name: told[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6), case
+            rank_metrics = json.loads((tmp_path / f"{case}-{rank}.json").read_text())
+            comparable = {name: value for name, value in expected.metrics.items() if name not in BY_MICRO_BATCH}
+            assert {name: rank_metrics[name] for name in comparable} == pytest.approx(comparable, rel=1e-5, abs=1e-6), (
+                case
+            )
         if case == "ratio":
-            # The two passes have the same shapes. On x86-64 that gives the same bits, wherever a row lies, if products
-            # are not as narrow as those of four ranks; on ARM a product that ranks share may round otherwise where
-            # gradients are wanted.
-            near = 0.0 if shape[2] <= (2 if platform.machine() in ("x86_64", "AMD64") else 1) else 1e-5
-            assert told["policy/ratio_min"] == pytest.approx(1.0, rel=0, abs=near)
-            assert told["policy/ratio_max"] == pytest.approx(1.0, rel=0, abs=near)
+            # Both passes have the same shapes. On x86-64 that gives the same bits for a row at any position, unless
+            # matrices are as narrow as with four ranks; on ARM a sharded product may round differently when gradients
+            # are computed.
+            tolerance = 0.0 if shape[2] <= (2 if platform.machine() in ("x86_64", "AMD64") else 1) else 1e-5
+            assert rank_metrics["policy/ratio_min"] == pytest.approx(1.0, rel=0, abs=tolerance)
+            assert rank_metrics["policy/ratio_max"] == pytest.approx(1.0, rel=0, abs=tolerance)
 
 
 @SLOW
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_rank_has_the_logits_of_the_vocabulary_and_all_have_the_numbers_of_one(ranks: int, tmp_path: Path) -> None:
+def test_sharded_vocabulary_equals_one_rank_and_no_rank_has_all_logits(ranks: int, tmp_path: Path) -> None:
     fork_ranks(ranks, ["-m", "tests.train.rank_vocabulary", str(ranks)], tmp_path)
 
 
 @SLOW
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_out_rows_have_the_numbers_of_transformers(ranks: int, tmp_path: Path) -> None:
-    """Windows, soft caps, sinks, experts; with 4 ranks two share each key-value head."""
+def test_context_parallel_ranks_match_transformers(ranks: int, tmp_path: Path) -> None:
+    """Sliding windows, soft caps, sinks, experts; with 4 ranks two share each key-value head."""
     fork_ranks(ranks, ["-m", "tests.train.rank_context", str(ranks)], tmp_path)
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Untied and tied, with a vocabulary that does not divide; norms in heads, half precision; and a mixture, whose
-    files have experts one by one."""
+    """Untied and tied models, with a vocabulary that is not divisible; per-head norms; half precision; and a mixture,
+    whose files store experts separately."""
     root = tmp_path_factory.mktemp("models")
     modules = {
         "untied": model("llama"), "tied": model("gemma3"), "norms": model("qwen3"), "bf16": model("qwen2").bfloat16(),
@@ -138,32 +140,32 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     "shape", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=str
 )
-def test_every_rank_reads_and_writes_its_part_of_a_model_to_the_bit(
+def test_every_rank_reads_and_writes_its_part_of_a_model_bit_for_bit(
     shape: tuple[int, int, int], directories: list[str], tmp_path: Path
 ) -> None:
-    """Data, tensor and pipeline parallel."""
+    """A shape is data, tensor and pipeline parallel."""
     fork_ranks(math.prod(shape), ["-m", "tests.train.rank_load", *map(str, shape), *directories], tmp_path)
 
 
 @SLOW
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_have_the_numbers_of_transformers(stages: int, tmp_path: Path) -> None:
-    """Of five layers two or three, and of micro-batches more and fewer than there are stages."""
+def test_pipeline_stages_match_transformers(stages: int, tmp_path: Path) -> None:
+    """Up to five layers over two and three stages, with more and with fewer micro-batches than stages."""
     fork_ranks(stages, ["-m", "tests.train.rank_pipeline", str(stages), "1"], tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Update], tmp_path: Path) -> None:
-    """NCCL takes one rank a GPU: on one GPU this is all of the sharded path that can run."""
+def test_mesh_of_one_gpu_equals_a_plain_module(alone: dict[str, Update], tmp_path: Path) -> None:
+    """NCCL allows one rank per GPU: on one GPU no more of the sharded path can run."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = Ranks(mesh=init_device_mesh("cuda", (1, 1), mesh_dim_names=(DATA, TENSOR)))
         for case, expected in alone.items():
-            found = update(case, ranks, tmp_path, "cuda").tensors
-            for name, wanted in expected.tensors.items():
-                difference = (found[name].cpu() - wanted).norm() / wanted.norm().clamp_min(1e-12)
+            actual = update(case, ranks, tmp_path, "cuda").tensors
+            for name, reference in expected.tensors.items():
+                difference = (actual[name].cpu() - reference).norm() / reference.norm().clamp_min(1e-12)
                 assert difference < 1e-4, (case, name, difference)
     finally:
         dist.destroy_process_group()
@@ -172,7 +174,7 @@ def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Up
 # Whole runs
 
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"prompts_per_step": 5}}
-# A low rate: Adam's first steps have the size of the rate whatever the gradient's, and spread rounding with it.
+# A low learning rate: Adam's first steps have its size however small the gradient is, and amplify rounding errors.
 PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-5},
@@ -207,22 +209,22 @@ def shown(run: Path) -> list[Any]:
     return [(e["step"], e["tokens"]) for e in read_events(run) if e["kind"] == "sample"]
 
 
-def close(found: Path, expected: Path) -> None:
-    """The same samples, and the same numbers as far as sums in another order can be."""
-    assert shown(found) == shown(expected)
-    assert len(steps(found)) == len(steps(expected)) == STEPS["steps"]
-    for values, wanted in zip(steps(found), steps(expected), strict=True):
+def close(actual: Path, expected: Path) -> None:
+    """The samples are equal, and the metrics and weights are equal up to the order of summation."""
+    assert shown(actual) == shown(expected)
+    assert len(steps(actual)) == len(steps(expected)) == STEPS["steps"]
+    for values, reference in zip(steps(actual), steps(expected), strict=True):
         for name in ("reward/mean", "length/mean", "policy/entropy", "kl/reference", "value/loss", "progress/tokens"):
-            if name in wanted:
-                assert values[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=1e-4)
-        # A mean of terms of the size of 1, which nearly cancel.
-        assert values["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=1e-5)
-    for name, wanted in weights(expected).items():
-        assert torch.allclose(weights(found)[name], wanted, atol=2e-5), name
+            if name in reference:
+                assert values[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-6), name
+        assert values["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
+        # A mean of terms of size 1 that nearly cancel.
+        assert values["policy/loss"] == pytest.approx(reference["policy/loss"], abs=1e-5)
+    for name, reference in weights(expected).items():
+        assert torch.allclose(weights(actual)[name], reference, atol=2e-5), name
     for name in ("config.json", "generation_config.json"):
-        assert (found / "final" / name).read_text() == (expected / "final" / name).read_text()
-    AutoModelForCausalLM.from_pretrained(found / "final")
+        assert (actual / "final" / name).read_text() == (expected / "final" / name).read_text()
+    AutoModelForCausalLM.from_pretrained(actual / "final")
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def close(found: Path, expected: Path) -> None:
         pytest.param(GRPO, (1, 1, 2, 2), False, id="grpo-1x1x2-stages"),
     ],
 )
-def test_a_run_over_ranks_is_the_run_of_one_which_can_go_on_with_its_state(
+def test_run_over_ranks_equals_that_of_one_rank_which_can_resume_it(
     tables: dict[str, Any], shape: Shape, launched: bool, tmp_path: Path
 ) -> None:
     run_alone(tmp_path / "one", tables)
@@ -261,13 +263,13 @@ def test_a_run_over_ranks_is_the_run_of_one_which_can_go_on_with_its_state(
 
 
 def back_to_step_2(run: Path) -> None:
-    """As if it had ended there."""
+    """Removes the last checkpoint, as if the run had ended at step 2."""
     shutil.rmtree(run / "checkpoints" / "step-000004")
 
 
 @SLOW
 @pytest.mark.parametrize("shape", [TWO, (1, 2, 1), (1, 1, 2), STAGES], ids=str)
-def test_a_run_of_one_goes_on_over_ranks(shape: Shape, tmp_path: Path) -> None:
+def test_run_of_one_rank_resumes_over_ranks(shape: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file = written(tmp_path / "recipe.toml", PPO)
     shutil.copytree(tmp_path / "one", tmp_path / "many")
@@ -280,7 +282,7 @@ def test_a_run_of_one_goes_on_over_ranks(shape: Shape, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [(TWO, (1, 1, 2)), ((1, 2, 1), (2, 2, 1)), (STAGES, TWO), (TWO, (2, 1, 1, 2))], ids=str
 )
-def test_a_run_goes_on_over_ranks_of_another_shape(before: Shape, after: Shape, tmp_path: Path) -> None:
+def test_run_resumes_over_ranks_of_another_shape(before: Shape, after: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file, run = written(tmp_path / "recipe.toml", PPO), tmp_path / "many"
     fork_ranks(2, command(file, run, before)[3:], tmp_path)
@@ -301,10 +303,8 @@ def test_a_run_goes_on_over_ranks_of_another_shape(before: Shape, after: Shape, 
 
 @SLOW
 @pytest.mark.parametrize(("rank", "call"), [(1, 1), (1, 2), (0, 3), (0, 12)])
-def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
-    rank: int, call: int, tmp_path: Path
-) -> None:
-    """At one of its first fsyncs; each rank's file of the model has one, that of the optimizer another."""
+def test_rank_killed_during_a_save_leaves_the_previous_checkpoint(rank: int, call: int, tmp_path: Path) -> None:
+    """Killed at one of its first fsyncs: each rank syncs its file of the model, and its file of the optimizer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -323,12 +323,12 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
 
 
 @SLOW
-def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_is_kept(tmp_path: Path) -> None:
+def test_rank_that_cannot_write_is_named_and_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     fork_ranks(2, ["-m", "tests.train.rank_save", str(directory), "1", "full"], tmp_path)
     for rank in range(2):
-        said = (tmp_path / f"output-{rank}").read_text()
-        assert "step-000002: rank 1: File too large; earlier checkpoints are intact" in said
+        output = (tmp_path / f"output-{rank}").read_text()
+        assert "step-000002: rank 1: File too large; earlier checkpoints are intact" in output
     assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-000001"]
 
 
@@ -339,10 +339,10 @@ LORA: dict[str, Any] = {**GRPO, "model": {"lora": {"rank": 4}}}
 @pytest.mark.parametrize(
     ("before", "after", "swapped"), [(TWO, (1, 1, 2), True), ((1, 2, 1), STAGES, False), (STAGES, TWO, True)], ids=str
 )
-def test_an_optimizer_in_host_memory_goes_on_over_ranks_of_another_shape(
+def test_host_optimizer_resumes_over_ranks_of_another_shape(
     before: Shape, after: Shape, swapped: bool, tmp_path: Path
 ) -> None:
-    """With a critic of its own, and in the end on the device of one rank."""
+    """With a separate critic, and finally with the optimizer on the device of one rank."""
     run_alone(tmp_path / "one", PPO)
     file, run = written(tmp_path / "recipe.toml", PPO, offload_optimizer=True), tmp_path / "many"
     more = ("--set", "placement.name=swapped") if swapped else ()
@@ -376,14 +376,14 @@ SHARED: dict[str, Any] = {
         pytest.param(SHARED, STAGES, id="shared-stages"),
     ],
 )
-def test_adapters_and_shared_critics_learn_over_ranks_what_they_learn_on_one(
+def test_adapters_and_shared_critics_train_over_ranks_as_on_one(
     tables: dict[str, Any], shape: Shape, tmp_path: Path
 ) -> None:
-    ten = {"steps": 10, "checkpoint": {"every": 5}}
-    tree = recipe(**{**tables, "train": {**tables["train"], **STEPS, **ten}})
+    ten_steps = {"steps": 10, "checkpoint": {"every": 5}}
+    tree = recipe(**{**tables, "train": {**tables["train"], **STEPS, **ten_steps}})
     with Run(tmp_path / "one", tree) as opened:
         RlTraining(tree, opened, Silent()).fit()
-    file, run = written(tmp_path / "recipe.toml", tables, **ten), tmp_path / "many"
+    file, run = written(tmp_path / "recipe.toml", tables, **ten_steps), tmp_path / "many"
     fork_ranks(2, command(file, run, shape)[3:], tmp_path)
     check_ten(run, tmp_path / "one")
     shutil.rmtree(run / "checkpoints" / "step-000010")
@@ -395,28 +395,28 @@ def test_adapters_and_shared_critics_learn_over_ranks_what_they_learn_on_one(
     check_ten(run, tmp_path / "one")
 
 
-def check_ten(found: Path, expected: Path) -> None:
-    assert shown(found) == shown(expected)
-    learned = [event for event in steps(expected) if "policy/grad_norm" in event]
-    assert len(steps(found)) == len(steps(expected)) >= 9
-    assert len(learned) >= 9
-    for values, wanted in zip(steps(found), steps(expected), strict=True):
+def check_ten(actual: Path, expected: Path) -> None:
+    assert shown(actual) == shown(expected)
+    updates = [event for event in steps(expected) if "policy/grad_norm" in event]
+    assert len(steps(actual)) == len(steps(expected)) >= 9
+    assert len(updates) >= 9
+    for values, reference in zip(steps(actual), steps(expected), strict=True):
         for name in ("policy/loss", "value/loss", "kl/reference"):
-            if name in wanted:
-                assert values[name] == pytest.approx(wanted[name], abs=1e-5), name
-    for name, wanted_tensor in weights(expected).items():
-        assert torch.allclose(weights(found)[name], wanted_tensor, atol=2e-5), name
+            if name in reference:
+                assert values[name] == pytest.approx(reference[name], abs=1e-5), name
+    for name, tensor_expected in weights(expected).items():
+        assert torch.allclose(weights(actual)[name], tensor_expected, atol=2e-5), name
     if (expected / "final" / "adapter").exists():
-        assert (found / "final" / "adapter" / "adapter_config.json").is_file()
-        adapters = [load_file(run / "final" / "adapter" / "adapter_model.safetensors") for run in (found, expected)]
+        assert (actual / "final" / "adapter" / "adapter_config.json").is_file()
+        adapters = [load_file(run / "final" / "adapter" / "adapter_model.safetensors") for run in (actual, expected)]
         assert adapters[0].keys() == adapters[1].keys()
         for name, tensor in adapters[1].items():
             assert torch.allclose(adapters[0][name], tensor, atol=2e-5), name
 
 
 def ranks_of(parent: int) -> dict[int, psutil.Process]:
-    found = [each for each in psutil.Process(parent).children() if "RANK" in each.environ()]
-    return {int(each.environ()["RANK"]): each for each in found}
+    processes = [each for each in psutil.Process(parent).children() if "RANK" in each.environ()]
+    return {int(each.environ()["RANK"]): each for each in processes}
 
 
 def begun(run: Path, child: "subprocess.Popen[str]") -> None:
@@ -429,29 +429,29 @@ def begun(run: Path, child: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [TWO, STAGES], ids=str)
-def test_a_killed_rank_ends_the_command_with_its_name(shape: Shape, tmp_path: Path) -> None:
+def test_killed_rank_ends_the_command_and_is_named(shape: Shape, tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, shape), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
     assert set(ranks) == {0, 1}
     ranks[1].kill()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert "rank 1 was ended by SIGKILL" in said
+    assert "rank 1 was ended by SIGKILL" in stderr
     assert not any(rank.is_running() for rank in ranks.values())
 
 
 @SLOW
-def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_behind(tmp_path: Path) -> None:
+def test_sigterm_saves_the_state_and_a_killed_launcher_leaves_no_ranks_behind(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", PPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     child.terminate()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode == 2
-    assert "stopped by SIGTERM at step " in said
-    assert "state saved: --resume continues" in said
+    assert "stopped by SIGTERM at step " in stderr
+    assert "state saved: --resume continues" in stderr
     assert (run / "checkpoints" / "latest").exists()
     before = len(steps(run))
     child = subprocess.Popen(command(file, run, TWO, "--resume"), env=ENV, stderr=subprocess.DEVNULL, text=True)
@@ -461,8 +461,8 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
     ranks = ranks_of(child.pid)
     child.send_signal(signal.SIGKILL)
     child.wait(30)
-    _, left = psutil.wait_procs(list(ranks.values()), timeout=60)
-    assert not left
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=60)
+    assert not alive
 
 
 STALLING = """
@@ -476,8 +476,8 @@ def score(prompt, response, truth):
 
 
 @SLOW
-def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Path) -> None:
-    """It is alive and waits for a rule, which has more time than the ranks."""
+def test_stalled_rank_ends_the_command_after_its_timeout(tmp_path: Path) -> None:
+    """The rank is alive and waits for a rule, whose timeout is longer than that of the ranks."""
     flag, run = tmp_path / "flag", tmp_path / "run"
     (tmp_path / "stalling.py").write_text(STALLING.format(flag=str(flag)))
     rule = {"rule": "function", "function": f"{tmp_path / 'stalling.py'}:score", "timeout": 60.0}
@@ -488,10 +488,10 @@ def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Pat
     begun(run, child)
     ranks = ranks_of(child.pid)
     flag.touch()
-    _, said = child.communicate(timeout=60)
-    flag.unlink()  # the rule's own process, whose rank was ended, comes to its end
+    _, stderr = child.communicate(timeout=60)
+    flag.unlink()  # the rule's process, whose rank was killed, can end
     assert child.returncode not in (0, None)
-    assert "rank 1 did not respond" in said
+    assert "rank 1 did not respond" in stderr
     assert not any(rank.is_running() for rank in ranks.values())
 
 
@@ -502,9 +502,9 @@ def test_a_stopped_rank_is_ended_and_named(tmp_path: Path) -> None:
     begun(run, child)
     ranks = ranks_of(child.pid)
     ranks[0].suspend()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert "plaudit: rank 0 was stopped (SIGSTOP) for 10 s and was ended; --resume continues" in said
+    assert "plaudit: rank 0 was stopped (SIGSTOP) for 10 s and was ended; --resume continues" in stderr
     assert not any(rank.is_running() for rank in ranks.values())
 
 
@@ -519,15 +519,15 @@ def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
     ranks = ranks_of(child.pid)
     guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.process.guard" in each.cmdline()]
     ranks[1].suspend()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert f"plaudit: rank 1 (pid {ranks[1].pid}) was stopped (SIGSTOP) for 10 s and was ended" in said
+    assert f"plaudit: rank 1 (pid {ranks[1].pid}) was stopped (SIGSTOP) for 10 s and was ended" in stderr
     assert len(guards) == 2
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in (*ranks.values(), *guards))
 
 
 @SLOW
-def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
+def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
     file = written(tmp_path / "recipe.toml", GRPO)
     done = subprocess.run(
         [*TORCHRUN, *command(file, tmp_path / "run", TWO)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
@@ -547,7 +547,7 @@ def score(prompt, response, truth):
 
 
 @SLOW
-def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> None:
+def test_failed_rewards_on_one_rank_save_the_state_of_all_ranks(tmp_path: Path) -> None:
     flag, run = tmp_path / "flag", tmp_path / "run"
     (tmp_path / "failing.py").write_text(FAILING.format(flag=str(flag)))
     rule = {"rule": "function", "function": f"{tmp_path / 'failing.py'}:score", "on_error": "halt"}
@@ -555,10 +555,10 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
     child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     flag.touch()
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode == 2
-    assert "out of order" in said
-    assert "the state is saved: --resume continues" in said
+    assert "out of order" in stderr
+    assert "the state is saved: --resume continues" in stderr
     assert (run / "checkpoints" / "latest").exists()
 
 
@@ -571,7 +571,7 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[str, Any], message: str) -> None:
+def test_too_short_rank_timeout_is_rejected_with_the_recipe(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**{**tables, "resources": {"data_parallel": 2, **tables.get("resources", {})}})
 
@@ -585,20 +585,18 @@ def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[
          r"tensor_parallel = 2 .* 2 / lcm\(1, 4\) = 0.5 is"),
     ],
 )  # fmt: skip
-def test_heads_that_cannot_be_dealt_out_are_refused_before_weights_are_read(
-    resources: dict[str, Any], message: str
-) -> None:
+def test_indivisible_heads_are_rejected_before_weights_are_read(resources: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_ranks(recipe(resources=resources))
 
 
-def test_layers_that_leave_a_stage_none_are_refused_before_weights_are_read() -> None:
-    says = r"^sums-policy: 2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667, and every stage needs"
-    with pytest.raises(ConfigError, match=says):
+def test_fewer_layers_than_stages_are_rejected_before_weights_are_read() -> None:
+    message = r"^sums-policy: 2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667, and every stage needs"
+    with pytest.raises(ConfigError, match=message):
         check_ranks(recipe(resources={"pipeline_parallel": 3}))
 
 
-def test_recurrent_layers_are_refused_where_ranks_share_rows_or_layers_out() -> None:
+def test_recurrent_layers_are_rejected_with_context_or_pipeline_parallel() -> None:
     config = Qwen3NextConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, num_experts=2,
@@ -606,15 +604,15 @@ def test_recurrent_layers_are_refused_where_ranks_share_rows_or_layers_out() -> 
     )  # fmt: skip
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    says = r"Qwen3NextModel has recurrent layers, which go over whole sequences, and resources.context_parallel = 2"
-    with pytest.raises(ModelError, match=says):
+    message = r"Qwen3NextModel has recurrent layers, which go over whole sequences, and resources.context_parallel = 2"
+    with pytest.raises(ModelError, match=message):
         check_context(module, 1, 2)
     with pytest.raises(ModelError, match=r"Qwen3NextModel has recurrent layers, which resources.pipeline_parallel = 2"):
         check_stages(module, 2)
 
 
-def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_world_size_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = r"WORLD_SIZE = 4 processes were started, and resources.data_parallel × tensor_parallel = 2 × 1 = 2"
-    with pytest.raises(ConfigError, match=found), join(ResourcesTable(data_parallel=2), "cpu"):
+    message = r"WORLD_SIZE = 4 processes were started, and resources.data_parallel × tensor_parallel = 2 × 1 = 2"
+    with pytest.raises(ConfigError, match=message), join(ResourcesTable(data_parallel=2), "cpu"):
         pass

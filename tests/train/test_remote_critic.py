@@ -1,4 +1,4 @@
-"""A critic over HTTP: the same run as with one in the process, resumed to the same losses, no update applied twice."""
+"""A critic over HTTP: the run equals that with a local critic, also when resumed, and no update is applied twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plaudit_train(file: Path, run: Path, *arguments: str) -> CompletedProcess[st
 
 
 def figures(run: Path) -> dict[str, list[float]]:
-    """Every step's numbers that a critic has a part in."""
+    """The metrics of every step that depend on the critic."""
     names = ("value/loss", "value/mean", "value/grad_norm", "value/clip", "policy/loss", "return/mean", "advantage/max")
     steps = {e["step"]: e["values"] for e in read_events(run) if e["kind"] == "metric" and "value/loss" in e["values"]}
     return {name: [steps[step][name] for step in sorted(steps)] for name in names}
@@ -62,9 +62,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return figures(directory / "run")
 
 
-def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+def assert_same(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     for name, values in expected.items():
-        assert found[name] == pytest.approx(values, abs=1e-5), name
+        assert actual[name] == pytest.approx(values, abs=1e-5), name
 
 
 SERVER = {"lr": LR, "micro_batch_tokens": 300}
@@ -79,22 +79,22 @@ def shared() -> Iterator[CriticProcess]:
 
 @pytest.fixture
 def server(shared: CriticProcess) -> CriticProcess:
-    """As it was when it was new."""
+    """The shared server, restored to its initial state."""
     assert shared.load("step-000001").json()["updates"] == 0
     return shared
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_with_a_local_critic(
+def test_losses_equal_those_with_a_local_critic(
     server: CriticProcess, local: dict[str, list[float]], tmp_path: Path
 ) -> None:
     done = plaudit_train(recipe(tmp_path, {"url": server.url}), tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert server.state()["updates"] == 16
-    found = figures(tmp_path / "run")
-    assert len(found["value/loss"]) == 4
-    assert found["value/loss"][0] > 0
-    assert_same(found, local)
+    metrics = figures(tmp_path / "run")
+    assert len(metrics["value/loss"]) == 4
+    assert metrics["value/loss"][0] > 0
+    assert_same(metrics, local)
 
 
 @pytest.mark.slow
@@ -104,8 +104,8 @@ def test_a_resumed_run_restores_the_critic(local: dict[str, list[float]], tmp_pa
         done = plaudit_train(recipe(tmp_path, {"url": server.url}, steps=3), run)
         assert done.returncode == 0, done.stderr
         assert server.state()["updates"] == 12, "a step more than the checkpoint has"
-        named = json.loads((run / "checkpoints/step-000002/critic.json").read_text())
-        assert named == {"url": server.url, "save": "step-000001", "updates": 8}
+        saved_critic = json.loads((run / "checkpoints/step-000002/critic.json").read_text())
+        assert saved_critic == {"url": server.url, "save": "step-000001", "updates": 8}
         # The same server, which is ahead of the checkpoint.
         done = plaudit_train(recipe(tmp_path, {"url": server.url}), run, "--resume")
         assert done.returncode == 0, done.stderr
@@ -116,7 +116,7 @@ def test_a_resumed_run_restores_the_critic(local: dict[str, list[float]], tmp_pa
         done = plaudit_train(recipe(tmp_path, {"url": server.url}, steps=5), run, "--resume")
         assert done.returncode == 0, done.stderr
         assert server.state()["updates"] == 20
-    # And one that has not.
+    # A server that does not have the saves.
     with CriticProcess(SERVER) as server:
         done = plaudit_train(recipe(tmp_path, {"url": server.url}, steps=6), run, "--resume")
         assert done.returncode == 2
@@ -132,28 +132,28 @@ def experience(returns: float = 1.0) -> Experience:
     samples = tuple(
         Sample(p, t, "", (0.0,) * len(t), (0.0,) * len(t), (0,) * len(t), (1,) * len(t), "stop") for p, t in rows
     )
-    nothing = torch.zeros(10)
+    zeros = torch.zeros(10)
     mask = torch.ones(10, dtype=torch.bool)
-    return Experience(samples, mask, nothing, nothing, values=torch.zeros(10), returns=torch.full((10,), returns))
+    return Experience(samples, mask, zeros, zeros, values=torch.zeros(10), returns=torch.full((10,), returns))
 
 
-def test_values_stand_before_each_token_and_after_the_last(server: CriticProcess) -> None:
+def test_values_are_read_before_each_token_and_after_the_last(server: CriticProcess) -> None:
     with remote(server) as critic:
-        given = experience()
+        data = experience()
         for _ in range(3):
-            critic.update(given, 0)
-        before, after = critic.values(given.samples)
-        whole = server.values([sample.prompt_ids + sample.token_ids for sample in given.samples])
-        assert before.tolist() == pytest.approx([*whole[0, 4:8], *whole[1, 2:8]], abs=1e-6)
-        assert after.tolist() == pytest.approx([whole[0, 8], whole[1, 8]], abs=1e-6)
+            critic.update(data, 0)
+        before, after = critic.values(data.samples)
+        expected = server.values([sample.prompt_ids + sample.token_ids for sample in data.samples])
+        assert before.tolist() == pytest.approx([*expected[0, 4:8], *expected[1, 2:8]], abs=1e-6)
+        assert after.tolist() == pytest.approx([expected[0, 8], expected[1, 8]], abs=1e-6)
 
 
-def test_a_worker_that_dies_costs_a_repetition_or_ends_the_run(server: CriticProcess, tmp_path: Path) -> None:
+def test_killed_worker_causes_a_retry_or_ends_the_run(server: CriticProcess, tmp_path: Path) -> None:
     with remote(server, patience=90.0) as critic:
         critic.update(experience(), 0)
         critic.save(tmp_path)
         server.workers()[0].kill()
-        critic.update(experience(), 0)  # nothing was unsaved: sent again until the next worker takes it
+        critic.update(experience(), 0)  # nothing was unsaved: retried until the next worker accepts it
         assert server.state()["updates"] == critic.updates == 2
         server.workers()[0].kill()
         time.sleep(0.5)
@@ -164,7 +164,7 @@ def test_a_worker_that_dies_costs_a_repetition_or_ends_the_run(server: CriticPro
         critic.update(experience(), 0)
 
 
-def test_what_the_server_says_reaches_the_run(server: CriticProcess) -> None:
+def test_server_errors_are_reported_to_the_run(server: CriticProcess) -> None:
     table = CriticTable(url=server.url)
     with pytest.raises(ConfigError, match=r"--clip 0\.5"):
         RemoteCritic(table, 0.5, VOCABULARY)
@@ -179,17 +179,17 @@ def test_what_the_server_says_reaches_the_run(server: CriticProcess) -> None:
         empty = experience()
         empty.mask[:] = False
         assert first.update(empty, 0).metrics() == {}
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(CriticFailed, match=r"critic\.patience"):
         RemoteCritic(CriticTable(url=f"http://127.0.0.1:{free_port()}", patience=1.0), 0.2, VOCABULARY)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started < 30
     with pytest.raises(ValueError, match="set it on the server"):
         CriticTable(url="http://127.0.0.1:1", lr=1.0)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         RemoteCritic(CriticTable(url=server.url, key_env="NO_SUCH_KEY"), 0.2, VOCABULARY)
 
 
-def test_a_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {**SERVER, "api_keys": {"caller": "caller-key"}, "admin_key": "admin-key-1"}
     with CriticProcess(tree) as server:
         monkeypatch.setenv("CRITIC_KEY", "admin-key-1")

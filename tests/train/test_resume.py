@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, and that the fixes suggested in errors work when entered."""
+"""Which settings can change when a run is resumed; the fixes that errors suggest work as printed."""
 
 import ast
 import re
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent / "plaudit"
 KEY = re.compile(
     r"\b((?:train|placement|engine|resources|reward|critic|environment|model|sampling|algorithm)\.[a-z_.]+)"
 )
-# Named by errors that come before anything is learned: there is nothing to resume.
+# Named by errors that are raised before training starts: there is nothing to resume.
 AT_THE_START = {"model.lora", "model.lora.targets", "model.path", "model.new", "critic.path"}
 
 
 def begun(directory: Path, **tables: Any) -> list[str]:
-    """A run of one step with its checkpoint; the command that goes on with it."""
+    """Trains one step and saves a checkpoint; returns the command that resumes the run."""
     tree = recipe(**{"train": {"steps": 1, "checkpoint": {"every": 1}}, **tables})
     file = directory / "recipe.toml"
     file.write_text(to_toml(tree))
@@ -41,8 +41,8 @@ def sets(**keys: str) -> list[str]:
 
 
 def keys_in_errors() -> set[str]:
-    """The keys of a recipe that an error of the training code names."""
-    found: set[str] = set()
+    """The recipe keys that errors of the training code name."""
+    keys: set[str] = set()
     for folder in ("rl", "train", "place"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -50,11 +50,11 @@ def keys_in_errors() -> set[str]:
                     texts = [
                         n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
                     ]
-                    found |= {key.rstrip(".") for text in texts for key in KEY.findall(text)}
-    return found
+                    keys |= {key.rstrip(".") for text in texts for key in KEY.findall(text)}
+    return keys
 
 
-def test_every_key_that_an_error_names_may_be_changed_on_resumption() -> None:
+def test_keys_named_by_errors_can_be_changed_on_resumption() -> None:
     named = {key for key in keys_in_errors() if _exists(key)}
     assert {"train.lr", "train.non_finite", "engine.kv_bytes"} <= named
     fixed = {key for key in named if any(key == name or key.startswith(f"{name}.") for name in FIXED)}
@@ -75,51 +75,51 @@ def _exists(key: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_decides_no_number_may_be_changed_in_the_recipe_or_the_command(tmp_path: Path) -> None:
+def test_settings_that_affect_no_number_can_be_changed_on_resumption(tmp_path: Path) -> None:
     command = begun(tmp_path)
-    where = sets(
+    changes = sets(
         train__steps="2", train__micro_batch_tokens="512", train__non_finite="skip", train__show="0",
         model__recompute="true", placement__name="swapped", placement__deadline="60", engine__kv_bytes="4000000",
         engine__probe="0", reward__on_error="halt", reward__max_errors="0.1", reward__patience="5",
     )  # fmt: skip
-    done = plaudit_here(*command, *where)
+    done = plaudit_here(*command, *changes)
     assert done.returncode == 0, done.stderr
     assert not [event for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]
 
 
 @pytest.mark.slow
-def test_what_decides_numbers_is_refused_without_set_and_noted_with_it(tmp_path: Path) -> None:
+def test_settings_that_affect_numbers_need_set_and_are_recorded(tmp_path: Path) -> None:
     command = begun(tmp_path)
     file = tmp_path / "recipe.toml"
     file.write_text(file.read_text().replace("lr = 0.0001", "lr = 0.0002"))
     refused = plaudit_here(*command)
     assert refused.returncode == 2
     assert "started with train.lr = 0.0001, and the recipe has 0.0002" in refused.stderr
-    cure = re.search(r"add (--set train\.lr=)… to the command", refused.stderr)
-    assert cure is not None, refused.stderr
+    fix = re.search(r"add (--set train\.lr=)… to the command", refused.stderr)
+    assert fix is not None, refused.stderr
     more = sets(train__steps="3", algorithm__clip__high="0.3", algorithm__shaping__normalise="true")
-    done = plaudit_here(*command, *more, *f"{cure[1]}0.0002".split())
+    done = plaudit_here(*command, *more, *f"{fix[1]}0.0002".split())
     assert done.returncode == 0, done.stderr
     changes = [event for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]
-    noted = {(e["key"], e["old"], e["new"], e["step"]) for e in changes}
-    assert noted == {
+    recorded = {(e["key"], e["old"], e["new"], e["step"]) for e in changes}
+    assert recorded == {
         ("train.lr", 0.0001, 0.0002, 1), ("algorithm.clip.high", 0.2, 0.3, 1),
         ("algorithm.shaping.normalise", False, True, 1),
     }  # fmt: skip
-    findings = {found.rule: found.says for found in diagnose(read_history(tmp_path / "run"))}
+    findings = {finding.rule: finding.says for finding in diagnose(read_history(tmp_path / "run"))}
     assert "train.lr = 0.0002 in place of 0.0001 from step 1 on" in findings["settings changed on resumption"]
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "dapo", "dynamic": "none"}, {"name": "ppo", "clip": {"value": "none"}}])
-def test_nothing_can_be_written_and_is_read_back(algorithm: dict[str, Any]) -> None:
-    """Where a name or a default fills a key in, leaving it out does not turn it off."""
+def test_none_can_be_written_and_read_back(algorithm: dict[str, Any]) -> None:
+    """Where the algorithm's name or a default sets a key, omitting the key does not turn it off."""
     tree = recipe(algorithm=algorithm)
     assert (tree.algorithm.dynamic, tree.algorithm.clip.value) in ((None, 0.2), (None, None))
     assert parse_recipe(tomllib.loads(to_toml(tree)), "again") == tree
 
 
 @pytest.mark.slow
-def test_what_checkpoints_are_made_of_is_fixed(tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_the_checkpoints_are_rejected(tmp_path: Path) -> None:
     command = begun(tmp_path)
     for change in (sets(model__dtype="bfloat16"), sets(model__lora__rank="4")):
         refused = plaudit_here(*command, *change)
@@ -129,10 +129,10 @@ def test_what_checkpoints_are_made_of_is_fixed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("colocated", "async"), ("async", "colocated")])
-def test_a_run_may_go_on_as_async_and_back(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_run_can_resume_as_async_and_back(tmp_path: Path, names: tuple[str, str]) -> None:
     before, after = names
     command = begun(tmp_path, placement={"name": before})
     done = plaudit_here(*command, *sets(train__steps="2", placement__name=after))
     assert done.returncode == 0, done.stderr
-    noted = [event["key"] for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]
-    assert "placement.name" in noted
+    changed_keys = [event["key"] for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]
+    assert "placement.name" in changed_keys

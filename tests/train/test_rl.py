@@ -1,4 +1,4 @@
-"""RL training through its loop and its command: rising rewards, bit-identical resumption, invalid rewards."""
+"""RL training by its loop and its command: rising rewards, bit-identical resumption, failed rewards."""
 
 import json
 import os
@@ -41,9 +41,9 @@ def train(directory: Path, tree: RlRecipe, **options: Any) -> tuple[dict[str, An
 
 
 def metrics(directory: Path, *names: str) -> list[dict[str, float]]:
-    found = [e["values"] for e in read_events(directory) if e["kind"] == "metric" and "policy/loss" in e["values"]]
+    steps = [e["values"] for e in read_events(directory) if e["kind"] == "metric" and "policy/loss" in e["values"]]
     return [
-        {name: values[name] for name in names or values if not name.startswith(("time/", "perf/"))} for values in found
+        {name: values[name] for name in names or values if not name.startswith(("time/", "perf/"))} for values in steps
     ]
 
 
@@ -57,13 +57,13 @@ def test_grpo_raises_the_true_accuracy(tmp_path: Path) -> None:
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
     assert summary["reward_after"] == summary["accuracy_after"]
     assert {"seconds", "samples_per_second", "reward_before"} <= summary.keys()
-    assert all(seen["mismatch/abs_mean"] < 1e-6 and seen["mismatch/abs_max"] < 1e-4 for seen in viewer.seen)
-    assert all(seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0 for seen in viewer.seen)
-    shown = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample"]
-    assert {e["step"] for e in shown} == {1, 6, 12}
-    noted = read_history(tmp_path / "run")
-    assert (noted.task, noted.algorithm, noted.planned_steps, noted.finished) == ("rl", "grpo", 12, True)
-    assert all(len(e["tokens"]) == len(e["advantages"]) == len(e["logprobs"]) for e in shown)
+    assert all(values["mismatch/abs_mean"] < 1e-6 and values["mismatch/abs_max"] < 1e-4 for values in viewer.seen)
+    assert all(values["policy/ratio_min"] == values["policy/ratio_max"] == 1.0 for values in viewer.seen)
+    sample_events = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample"]
+    assert {e["step"] for e in sample_events} == {1, 6, 12}
+    history = read_history(tmp_path / "run")
+    assert (history.task, history.algorithm, history.planned_steps, history.finished) == ("rl", "grpo", 12, True)
+    assert all(len(e["tokens"]) == len(e["advantages"]) == len(e["logprobs"]) for e in sample_events)
 
 
 SMALL = {"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 4, "checkpoint": {"every": 5}, "eval_every": 50}
@@ -79,15 +79,15 @@ RUNS = {
 }  # fmt: skip
 
 
-def built(name: str) -> RlRecipe:
+def recipe_of(name: str) -> RlRecipe:
     tables = RUNS[name]
     return recipe(**{**tables, "train": {**SMALL, **tables.get("train", {})}, "data": {"eval_items": 8}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
-    tree = built(name)
+def test_killed_run_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
+    tree = recipe_of(name)
     summary, _ = train(tmp_path / "straight", tree)
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(tree))
@@ -103,8 +103,8 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
     assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
     resumed, _ = train(run, tree, resume=True)
     assert metrics(run) == metrics(tmp_path / "straight")
-    expected, found = weights(tmp_path / "straight"), weights(run)
-    assert all(torch.equal(expected[n], found[n]) for n in expected)
+    expected, actual = weights(tmp_path / "straight"), weights(run)
+    assert all(torch.equal(expected[n], actual[n]) for n in expected)
     changing = ("seconds", "samples_per_second", "peak_bytes")
     assert {k: v for k, v in resumed.items() if k not in changing} == {
         k: v for k, v in summary.items() if k not in changing
@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
 
 def test_sigterm_saves_the_state(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    file.write_text(to_toml(built("grpo").model_copy(update={"seed": 2})))
+    file.write_text(to_toml(recipe_of("grpo").model_copy(update={"seed": 2})))
     run = tmp_path / "run"
     words = ["train", str(file), "--out", str(run), "--set", "train.steps=100000"]
     child = ForkedCommand(words, tmp_path / "output")
@@ -126,7 +126,7 @@ def test_sigterm_saves_the_state(tmp_path: Path) -> None:
     assert (run / "checkpoints" / "latest").exists()
 
 
-def test_lora_leaves_the_base_alone_and_is_saved_merged(tmp_path: Path) -> None:
+def test_lora_does_not_change_the_base_and_is_saved_merged(tmp_path: Path) -> None:
     tree = recipe(model={"lora": {"rank": 4}}, train={"steps": 3, "lr": 1e-2}, algorithm={"name": "grpo"})
     with Run(tmp_path / "run", tree) as run:
         training = RlTraining(tree, run, Silent())
@@ -153,11 +153,11 @@ def test_lora_leaves_the_base_alone_and_is_saved_merged(tmp_path: Path) -> None:
             assert torch.allclose(adapted.get_parameter(name), parameter, atol=1e-6), name
 
 
-# Rewards that fail
+# Failed rewards
 
 
 class Flaky:
-    """Right scores, but for the items that `wrong` names."""
+    """A reward with correct scores, except for the items that `wrong` selects, which fail."""
 
     def __init__(self, wrong: Any) -> None:
         self.wrong = wrong
@@ -184,15 +184,15 @@ def with_reward(directory: Path, tree: RlRecipe, reward: Any) -> dict[str, Any]:
 
 
 def test_failed_rewards_are_left_out_and_counted(tmp_path: Path) -> None:
-    """A quarter has none: they are no zeros, and groups left with one are dropped."""
+    """A quarter of the responses has no reward: these are not zeros, and groups with only one reward are dropped."""
     with_reward(tmp_path / "run", recipe(train={"steps": 2}), Flaky(lambda _, i: i % 4 == 0))
-    for seen in metrics(tmp_path / "run", "reward/errors", "dropped/samples", "dropped/length_mean", "reward/min"):
-        assert seen["reward/errors"] == 0.25
-        assert seen["dropped/samples"] == 4
-        assert seen["dropped/length_mean"] > 0
-        assert seen["reward/min"] > 0
-    shown = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
-    assert {e["error"]["type"] for e in shown} == {"boom"}
+    for values in metrics(tmp_path / "run", "reward/errors", "dropped/samples", "dropped/length_mean", "reward/min"):
+        assert values["reward/errors"] == 0.25
+        assert values["dropped/samples"] == 4
+        assert values["dropped/length_mean"] > 0
+        assert values["reward/min"] > 0
+    failed = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
+    assert {e["error"]["type"] for e in failed} == {"boom"}
     with_reward(
         tmp_path / "few", recipe(train={"steps": 1}, reward={**EXACT, "max_errors": 0.9}), Flaky(lambda _, i: i % 4)
     )
@@ -221,7 +221,7 @@ def test_too_many_failed_rewards_end_the_run_with_its_state_saved(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: Path) -> None:
+def test_failed_evaluation_loses_no_training(tmp_path: Path) -> None:
     """Calls of the reward: the first evaluation, steps 1 and 2, the second evaluation, steps 3 and 4, the last one."""
     second, last = 4, 7
 
@@ -231,12 +231,12 @@ def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: 
     def fail_at(run: Path, *calls: int, **reward: Any) -> dict[str, Any]:
         return with_reward(run, tree(**reward), Flaky(lambda call, _: call in calls))
 
-    whole = fail_at(tmp_path / "whole")
+    unfailed = fail_at(tmp_path / "whole")
     expected = weights(tmp_path / "whole")
 
     masked = fail_at(tmp_path / "masked", second, last)
-    assert masked["samples"] == whole["samples"]
-    assert "reward_after" in whole
+    assert masked["samples"] == unfailed["samples"]
+    assert "reward_after" in unfailed
     assert "reward_after" not in masked
     warnings = [e["message"] for e in read_events(tmp_path / "masked") if e.get("text") == WARNING]
     assert len(warnings) == 2
@@ -257,26 +257,26 @@ def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: 
             training = RlTraining(tree(on_error="halt"), opened, Silent())
             training.scorer.close()
             training.scorer.source = Flaky(lambda *_: False)
-            assert training.fit()["reward_after"] == whole["reward_after"]
+            assert training.fit()["reward_after"] == unfailed["reward_after"]
     for name in ("masked", f"halted-{second}", f"halted-{last}"):
         assert weights(tmp_path / name).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(tmp_path / name).items()), name
 
 
 @pytest.mark.slow
-def test_a_first_evaluation_without_rewards_ends_nothing_and_is_not_made_up_for_later(tmp_path: Path) -> None:
-    """What a resumed run finds at its step is not what was there before training."""
+def test_failed_first_evaluation_does_not_end_the_run_and_is_not_repeated(tmp_path: Path) -> None:
+    """An evaluation by the resumed run would not measure the policy before training."""
     tree = recipe(train={"steps": 2, "checkpoint": {"every": 1}}, reward=EXACT)
     summary = with_reward(tmp_path / "run", tree, Flaky(lambda call, _: call == 1))
     assert (summary["samples"], summary["reward_before"]) == (32, None)
     words = ["train", str(tmp_path / "run" / "recipe.toml"), "--out", str(tmp_path / "run")]
-    said = plaudit_here(*words, "--resume", "--set", "train.steps=3")
-    assert said.returncode == 0, said.stderr
-    assert "; reward ? -> 0." in said.stdout
+    resumed = plaudit_here(*words, "--resume", "--set", "train.steps=3")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "; reward ? -> 0." in resumed.stdout
 
 
 class Hangs(Flaky):
-    """Right scores, until the call in which a signal comes and no score ever does."""
+    """A reward with correct scores until call `at`, which sends a signal and then blocks."""
 
     def __init__(self, at: int, over: threading.Event) -> None:
         super().__init__(lambda *_: False)
@@ -299,15 +299,15 @@ def test_a_signal_ends_the_wait_for_a_reward_with_the_state_saved(tmp_path: Path
     over.set()
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:06}"
     state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:06}" / "state.json").read_text())
-    assert state["drawn"] == 4 * step  # what was asked and not learned from is asked again
+    assert state["drawn"] == 4 * step  # prompts that were not trained on are drawn again
     assert (tmp_path / "run" / "final").exists() == (at == 6)
 
 
-def test_a_signal_ends_the_wait_for_a_server_that_is_gone(tmp_path: Path) -> None:
-    def answer(number: int, asked: Asked) -> Answer:
+def test_a_signal_ends_the_wait_for_an_unavailable_server(tmp_path: Path) -> None:
+    def answer(number: int, request: Asked) -> Answer:
         if number == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return Answer(lengths(asked)) if number < 3 else Answer({}, 503)
+        return Answer(lengths(request)) if number < 3 else Answer({}, 503)
 
     with Scripted(answer) as server:
         tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 120.0})
@@ -315,7 +315,7 @@ def test_a_signal_ends_the_wait_for_a_server_that_is_gone(tmp_path: Path) -> Non
             train(tmp_path / "run", tree)
 
 
-def test_a_publication_that_fails_loses_no_step(tmp_path: Path) -> None:
+def test_failed_publication_loses_no_step(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 3})
     with Run(tmp_path / "run", tree) as run:
         training = RlTraining(tree, run, Silent())
@@ -349,25 +349,27 @@ def never(prompt, response, truth):
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_goes_wrong_is_told_in_words_and_costs_its_responses_alone(tmp_path: Path) -> None:
+def test_reward_function_errors_are_reported_and_affect_only_their_responses(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BAD)
     reward = {"rule": "function", "function": f"{tmp_path / 'mine.py'}:score", "timeout": 0.2, "max_errors": 1.0}
     tree = recipe(train={"steps": 1, "prompts_per_step": 12, "samples_per_prompt": 2, "show": 60}, reward=reward)
     summary, viewer = train(tmp_path / "run", tree)
     assert summary["samples"] == 24
     assert 0 < viewer.seen[0]["reward/errors"] < 1
-    shown = [e["error"] for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
-    told = {(error["type"], error["message"]) for error in shown}
-    assert told <= {
+    errors = [e["error"] for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
+    reported = {(error["type"], error["message"]) for error in errors}
+    assert reported <= {
         ("timeout", "the rule did not finish within 0.2 s and was killed"), ("rule_failed", "KeyError: 'answer'"),
         ("nonfinite_score", "the rule returned nan; expected a finite number"),
         ("rule_failed", "the rule returned str; expected a number"),
         ("rule_failed", "the rule returned list; expected a number"),
     }  # fmt: skip
-    assert len(told) >= 3
+    assert len(reported) >= 3
     every = {**reward, "function": f"{tmp_path / 'mine.py'}:never", "max_errors": 0.5}
-    said = r"^step 0: 4 of 4 responses have no reward \(max_errors = 0.5\); 4 times: rule_failed: the rule returned"
-    with pytest.raises(RunError, match=said + " str; expected a number; mend the reward; the state is saved: --resume"):
+    message = r"^step 0: 4 of 4 responses have no reward \(max_errors = 0.5\); 4 times: rule_failed: the rule returned"
+    with pytest.raises(
+        RunError, match=message + " str; expected a number; fix the reward; the state is saved: --resume"
+    ):
         train(tmp_path / "every", recipe(train={"steps": 1, "prompts_per_step": 1}, reward=every))
 
 
@@ -380,7 +382,7 @@ def longest(prompt, responses, truth, sum, level):
 
 
 @pytest.mark.parametrize("placement", [{}, {"name": "async", "staleness": 1}])
-def test_a_reward_function_sees_the_columns_of_the_row_and_the_whole_group(
+def test_reward_function_receives_the_row_columns_and_the_whole_group(
     tmp_path: Path, placement: dict[str, Any]
 ) -> None:
     (tmp_path / "mine.py").write_text(GROUP)
@@ -397,68 +399,68 @@ def test_a_reward_function_sees_the_columns_of_the_row_and_the_whole_group(
     for step in (1, 2):
         samples, _ = Dump.find(tmp_path / "run").read(step)
         for group in (samples[i : i + 3] for i in range(0, 9, 3)):
-            asked, most = prompt_of(group[0]), max(len(sample.text) for sample in group)
-            assert asked.columns["sum"] == asked.truth
-            assert [s.reward for s in group] == [len(asked.text) + float(len(s.text) == most) for s in group]
+            prompt, longest = prompt_of(group[0]), max(len(sample.text) for sample in group)
+            assert prompt.columns["sum"] == prompt.truth
+            assert [s.reward for s in group] == [len(prompt.text) + float(len(s.text) == longest) for s in group]
 
 
-def lengths(asked: Asked) -> dict[str, Any]:
-    items = [{"scores": [float(len(r)) for r in item["responses"]]} for item in asked.body["items"]]
+def lengths(request: Asked) -> dict[str, Any]:
+    items = [{"scores": [float(len(r)) for r in item["responses"]]} for item in request.body["items"]]
     return {"model": "sums", "version": "0-a", "items": items}
 
 
 @pytest.mark.slow
-def test_a_reward_server_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
-    gone: list[float] = []
+def test_run_waits_for_an_unavailable_reward_server(tmp_path: Path) -> None:
+    failed_at: list[float] = []
 
-    def answer(number: int, asked: Asked) -> Answer:
-        if number >= 3 and not gone:
-            gone.append(time.monotonic())
-        away = gone and time.monotonic() - gone[0] < 2.0
-        return Answer({}, 503) if away else Answer(lengths(asked))
+    def answer(number: int, request: Asked) -> Answer:
+        if number >= 3 and not failed_at:
+            failed_at.append(time.monotonic())
+        unavailable = failed_at and time.monotonic() - failed_at[0] < 2.0
+        return Answer({}, 503) if unavailable else Answer(lengths(request))
 
     with Scripted(answer) as server:
         tree = recipe(train={"steps": 6}, reward={"url": server.url, "patience": 60.0})
         summary, viewer = train(tmp_path / "run", tree)
-    assert gone
+    assert failed_at
     assert len(viewer.seen) == 6
-    assert all(seen["reward/errors"] == 0 and seen["reward/min"] > 0 for seen in viewer.seen)
+    assert all(values["reward/errors"] == 0 and values["reward/min"] > 0 for values in viewer.seen)
     assert summary["samples"] == 6 * 16
 
 
 @pytest.mark.slow
-def test_a_killed_reward_server_is_waited_for_until_it_is_back(tmp_path: Path) -> None:
+def test_run_waits_until_a_killed_reward_server_is_restarted(tmp_path: Path) -> None:
     with ServerProcess(None, "--model", "sums") as server:
         port = server.url.rpartition(":")[2]
         tree = recipe(train={"steps": 12}, reward={"url": server.url, "patience": 240.0})
-        again: list[ServerProcess] = []
+        restarted: list[ServerProcess] = []
 
         def kill_and_restart() -> None:
             while not ((tmp_path / "run" / "events.jsonl").exists() and metrics(tmp_path / "run")):
                 time.sleep(0.01)
             server.kill()
             time.sleep(5)
-            again.append(ServerProcess(None, "--model", "sums", "--port", port, wait=False))
+            restarted.append(ServerProcess(None, "--model", "sums", "--port", port, wait=False))
 
         thread = threading.Thread(target=kill_and_restart)
         thread.start()
         summary, viewer = train(tmp_path / "run", tree)
         thread.join()
-        again[0].__exit__(None, None, None)
+        restarted[0].__exit__(None, None, None)
     assert summary["samples"] == 12 * 16
-    assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
+    assert all(values["reward/errors"] == 0 for values in viewer.seen)
 
 
-def test_a_server_that_is_at_work_for_long_is_told_from_one_that_is_away(
+def test_slow_reward_server_is_distinguished_from_an_unavailable_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overdue, "NOTICE_SECONDS", 0.2)
     viewer = Silent()
 
-    def answer(number: int, asked: Asked) -> Answer:
+    def answer(number: int, request: Asked) -> Answer:
         while number == 2 and not viewer.warnings:
             time.sleep(0.01)
-        return Answer(lengths(asked))
+        return Answer(lengths(request))
 
     with Scripted(answer) as server:
         tree = recipe(train={"steps": 3}, reward={"url": server.url, "patience": 60.0})
@@ -468,12 +470,12 @@ def test_a_server_that_is_at_work_for_long_is_told_from_one_that_is_away(
     assert first.startswith(f"the reward server at {server.url} is alive and has not responded yet")
     assert "60 at most (reward.patience)" in first
     assert second.startswith("the reward server responded after ")
-    noted = [e["message"] for e in read_events(tmp_path / "run") if e["kind"] == "note" and e["text"] == "warning"]
-    assert noted == viewer.warnings
+    logged = [e["message"] for e in read_events(tmp_path / "run") if e["kind"] == "note" and e["text"] == "warning"]
+    assert logged == viewer.warnings
 
 
 @pytest.mark.slow
-def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
+def test_stopped_reward_server_is_reported_and_waited_for(tmp_path: Path) -> None:
     viewer, stopped = Silent(), 0.0
     with ServerProcess(None, "--model", "sums") as server:
         tree = recipe(train={"steps": 6}, reward={"url": server.url, "patience": 240.0})
@@ -495,29 +497,29 @@ def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
         with Run(tmp_path / "run", tree) as run:
             summary = RlTraining(tree, run, viewer).fit()
         thread.join()
-    assert 0 < stopped < 60  # 15 s until the server is asked whether it lives, and 5 for its answer
+    assert 0 < stopped < 60  # 15 s until the liveness check, and 5 s for its answer
     assert f"{server.url} does not respond, nor does its /health/live: it is stopped or down" in viewer.warnings[0]
     assert summary["samples"] == 6 * 16
-    assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
+    assert all(values["reward/errors"] == 0 for values in viewer.seen)
 
 
 @pytest.mark.slow
-def test_past_the_patience_the_state_is_saved_and_the_run_ends(tmp_path: Path) -> None:
-    with Scripted(lambda n, asked: Answer(lengths(asked)) if n < 3 else Answer({}, 503)) as server:
+def test_run_ends_with_its_state_saved_after_the_patience(tmp_path: Path) -> None:
+    with Scripted(lambda n, request: Answer(lengths(request)) if n < 3 else Answer({}, 503)) as server:
         tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 2.0})
         with pytest.raises(RunError, match="the state is saved: --resume continues"):
             train(tmp_path / "run", tree)
         state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
         assert state["drawn"] == 8
-        server.script = lambda _, asked: Answer(lengths(asked))
+        server.script = lambda _, request: Answer(lengths(request))
         summary, _ = train(tmp_path / "run", tree, resume=True)
     assert summary["samples"] == 8 * 16
 
 
 @pytest.mark.parametrize("spoil", ["nan", "count", "version"])
-def test_a_reply_that_is_wrong_never_reaches_the_loss(tmp_path: Path, spoil: str) -> None:
-    def answer(number: int, asked: Asked) -> Answer:
-        reply = lengths(asked)
+def test_invalid_reward_reply_never_reaches_the_loss(tmp_path: Path, spoil: str) -> None:
+    def answer(number: int, request: Asked) -> Answer:
+        reply = lengths(request)
         if number >= 2 and spoil == "count":
             reply["items"] = reply["items"][:-1]
         if number >= 2 and spoil == "nan":
@@ -532,20 +534,20 @@ def test_a_reply_that_is_wrong_never_reaches_the_loss(tmp_path: Path, spoil: str
             train(tmp_path / "run", tree)
 
 
-# Numbers that go wrong
+# Non-finite numbers
 
 
-def spoiled(directory: Path, tree: RlRecipe, at: int) -> dict[str, Any]:
+def run_with_non_finite_gradient(directory: Path, tree: RlRecipe, at: int) -> dict[str, Any]:
     """A run whose gradient is not finite at one step."""
     with Run(directory, tree) as run:
         training = RlTraining(tree, run, Silent())
         inner = training.policy.gradient
 
         def gradient(experience: Any, kl_coef: float) -> Any:
-            seen = inner(experience, kl_coef)
+            result = inner(experience, kl_coef)
             if training.step == at:
                 next(training.loaded.module.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-            return seen
+            return result
 
         training.policy.gradient = gradient  # type: ignore[method-assign]
         try:
@@ -554,20 +556,20 @@ def spoiled(directory: Path, tree: RlRecipe, at: int) -> dict[str, Any]:
             assert all(p.isfinite().all() for p in training.loaded.module.parameters())
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_nothing(tmp_path: Path) -> None:
+def test_non_finite_gradient_ends_the_run_and_changes_nothing(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 4, "checkpoint": {"every": 1}})
     with pytest.raises(RunError, match=r"gradient norm is nan at step 2.*left as they were"):
-        spoiled(tmp_path / "run", tree, 2)
+        run_with_non_finite_gradient(tmp_path / "run", tree, 2)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-000002"
 
 
-def test_or_the_update_is_skipped_and_counted(tmp_path: Path) -> None:
-    spoiled(tmp_path / "run", recipe(train={"steps": 4, "non_finite": "skip"}), 2)
+def test_non_finite_update_can_be_skipped_and_counted(tmp_path: Path) -> None:
+    run_with_non_finite_gradient(tmp_path / "run", recipe(train={"steps": 4, "non_finite": "skip"}), 2)
     steps = [e["values"] for e in read_events(tmp_path / "run") if "dropped/samples" in e.get("values", {})]
     assert [values.get("dropped/updates", 0.0) for values in steps] == [0.0, 0.0, 1.0, 0.0]
 
 
-# Recipes that cannot work
+# Invalid recipes
 
 
 @pytest.mark.parametrize(
@@ -587,12 +589,12 @@ def test_or_the_update_is_skipped_and_counted(tmp_path: Path) -> None:
         ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "exceeds sampling.max_tokens"),
     ],
 )
-def test_a_recipe_that_cannot_work_is_refused_with_the_reason(tables: dict, said: str) -> None:
+def test_invalid_recipes_are_rejected_with_the_reason(tables: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(**tables)
 
 
-def test_a_response_budget_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+def test_response_budget_beyond_the_models_positions_is_rejected(tmp_path: Path) -> None:
     tree = recipe(sampling={"max_tokens": 250})
     with Run(tmp_path / "run", tree) as run, pytest.raises(DataError, match=r"256 - \d+ = \d+ are left"):
         RlTraining(tree, run, Silent())
@@ -601,19 +603,19 @@ def test_a_response_budget_beyond_the_models_positions_is_refused(tmp_path: Path
 def test_dynamic_sampling_keeps_the_batch_size_and_loses_no_prompt(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 3, "prompts_per_step": 4}, algorithm={"name": "dapo", "dynamic": {"rounds": 3}})
     _, viewer = train(tmp_path / "run", tree)
-    drawn = [seen["progress/prompts"] for seen in viewer.seen]
+    drawn = [values["progress/prompts"] for values in viewer.seen]
     assert all(later - earlier in (4, 8, 12) for earlier, later in zip([0, *drawn], drawn, strict=False))
-    for seen, earlier, later in zip(viewer.seen, [0, *drawn], drawn, strict=False):
-        assert seen["dynamic/drawn"] == later - earlier
-        # Kept groups have rights and wrongs; those left out are all right or all wrong.
-        assert 0 <= seen["dynamic/filtered"] <= 1
-        if seen["dynamic/filtered"] == 0:
-            assert seen["reward/mean"] == seen["dynamic/kept_reward"]
-    assert all(seen["progress/samples"] == 16 * (i + 1) for i, seen in enumerate(viewer.seen))
+    for values, earlier, later in zip(viewer.seen, [0, *drawn], drawn, strict=False):
+        assert values["dynamic/drawn"] == later - earlier
+        # Kept groups have correct and wrong responses; filtered groups have only one kind.
+        assert 0 <= values["dynamic/filtered"] <= 1
+        if values["dynamic/filtered"] == 0:
+            assert values["reward/mean"] == values["dynamic/kept_reward"]
+    assert all(values["progress/samples"] == 16 * (i + 1) for i, values in enumerate(viewer.seen))
 
 
-def test_held_out_responses_are_held_against_the_truth_too(tmp_path: Path) -> None:
-    """The reward is a model that knows nothing of the truth's scale; the truth is the rule."""
+def test_held_out_responses_are_also_scored_by_the_truth(tmp_path: Path) -> None:
+    """The reward is a model whose scale is unrelated to that of the truth, which is the rule."""
     rule = {"rule": "exact", "answer": r"#(\d+)$"}
     tree = recipe(
         reward={"path": "sums"}, truth=rule, data={"eval_items": 20}, train={"steps": 2, "eval_every": 1},
@@ -621,14 +623,14 @@ def test_held_out_responses_are_held_against_the_truth_too(tmp_path: Path) -> No
     with Run(tmp_path / "run", tree) as run:
         summary = RlTraining(tree, run, Silent()).fit()
     events = read_events(tmp_path / "run")
-    seen = [event["values"] for event in events if "heldout/truth" in event.get("values", {})]
-    assert len(seen) == 3
-    for figures in seen:
-        share = figures["heldout/truth"]
-        assert share == figures["heldout/accuracy"]  # which the world knows
-        assert figures["heldout/truth_se"] == pytest.approx((share * (1 - share) / 20) ** 0.5)
-        assert figures["heldout/reward"] != share
-    assert summary["truth_after"] == seen[-1]["heldout/truth"]
+    evaluations = [event["values"] for event in events if "heldout/truth" in event.get("values", {})]
+    assert len(evaluations) == 3
+    for values in evaluations:
+        accuracy = values["heldout/truth"]
+        assert accuracy == values["heldout/accuracy"]  # the world's own check
+        assert values["heldout/truth_se"] == pytest.approx((accuracy * (1 - accuracy) / 20) ** 0.5)
+        assert values["heldout/reward"] != accuracy
+    assert summary["truth_after"] == evaluations[-1]["heldout/truth"]
     assert not any("truth" in name for name in tree.reward.own)
 
 

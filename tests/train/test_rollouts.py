@@ -1,4 +1,4 @@
-"""Rollouts: the right reward on the right sample, whatever else is requested, from the newest weights."""
+"""Rollouts: every sample gets its own reward, whatever else is requested, and comes from the newest weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ LOADED = load_policy("sums-policy")
 
 
 class ByText:
-    """Each response's reward follows from its prompt and its text alone."""
+    """A reward that depends only on the prompt and the text of the response."""
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         return [Score(reward_of(str(item.prompt), str(item.response))) for item in items]
@@ -72,20 +72,20 @@ def test_groups_stay_together_when_dynamic_sampling_reorders_them() -> None:
     assert source.drawn % 4 == 0
 
 
-def test_a_prompts_samples_do_not_depend_on_what_is_asked_beside_it() -> None:
+def test_samples_of_a_prompt_do_not_depend_on_other_requests() -> None:
     engine = Engine(LOADED.module, LOADED.tokenizer)
     prompts = open_prompts(recipe().data, LOADED.tokenizer, 1).train(range(5))
     player = SingleTurn(engine, SamplingTable(max_tokens=48), 7)
     together = player.play(prompts, 3, "4 0")
-    alone = Engine(LOADED.module, LOADED.tokenizer, max_running=2, budget=64)
-    again = SingleTurn(alone, SamplingTable(max_tokens=48), 7).play(prompts[:2], 3, "4 0")
-    assert [s.token_ids for s in again] == [s.token_ids for s in together[:6]]
+    small_engine = Engine(LOADED.module, LOADED.tokenizer, max_running=2, budget=64)
+    fewer = SingleTurn(small_engine, SamplingTable(max_tokens=48), 7).play(prompts[:2], 3, "4 0")
+    assert [s.token_ids for s in fewer] == [s.token_ids for s in together[:6]]
     assert [s.token_ids for s in player.play(prompts, 3, "5 0")] != [s.token_ids for s in together]
 
 
 @pytest.mark.slow
 def test_after_an_update_the_engine_has_the_learners_weights(tmp_path: Path) -> None:
-    """Also where the prompt's KV was cached under the old ones."""
+    """Also where the prompt's KV cache was computed with the old weights."""
     tree = recipe(train={"steps": 1, "lr": 5e-3})
     with Run(tmp_path / "run", tree) as run:
         training = RlTraining(tree, run, Silent())
@@ -111,17 +111,17 @@ def test_metrics_of_a_batch_by_hand() -> None:
             (0, 0, 1, 1, 2, 2), (True, True, False, True, None, False), strict=True,
         )
     ]  # fmt: skip
-    found = batch_metrics(samples)
-    assert found["reward/mean"] == pytest.approx(0.6)
-    assert found["reward/zero_std_groups"] == pytest.approx(2 / 3)
-    assert found["accuracy"] == pytest.approx(0.6)
-    assert found["pass_at_k"] == pytest.approx(2 / 3)
-    assert found["length/truncated"] == pytest.approx(1 / 6)
-    assert found["length/mean"] == pytest.approx((7 + 4 + 1 + 12 + 2 + 4) / 6)
-    assert found["length/stopped_mean"] == pytest.approx((7 + 4 + 12 + 4) / 4)
+    metrics = batch_metrics(samples)
+    assert metrics["reward/mean"] == pytest.approx(0.6)
+    assert metrics["reward/zero_std_groups"] == pytest.approx(2 / 3)
+    assert metrics["accuracy"] == pytest.approx(0.6)
+    assert metrics["pass_at_k"] == pytest.approx(2 / 3)
+    assert metrics["length/truncated"] == pytest.approx(1 / 6)
+    assert metrics["length/mean"] == pytest.approx((7 + 4 + 1 + 12 + 2 + 4) / 6)
+    assert metrics["length/stopped_mean"] == pytest.approx((7 + 4 + 12 + 4) / 4)
 
 
-def test_behaviour_logprobs_are_those_of_the_distribution_that_was_sampled() -> None:
+def test_behaviour_logprobs_are_of_the_sampled_distribution() -> None:
     engine = Engine(LOADED.module, LOADED.tokenizer)
     prompts = open_prompts(recipe().data, LOADED.tokenizer, 1).train(range(3))
     samples = SingleTurn(engine, SamplingTable(max_tokens=32, temperature=0.5), 1).play(prompts, 2, "0 0")

@@ -1,4 +1,4 @@
-"""A learner that replays the engine's experts: numbers and gradients of plain transformers with these experts."""
+"""A learner that replays the engine's experts has log-probs and gradients of plain transformers with these experts."""
 
 import copy
 from dataclasses import replace
@@ -47,8 +47,8 @@ def learner(module: Any, replays: bool = True, budget: int = 4096) -> Policy:
     )  # fmt: skip
 
 
-def moved(module: Any, family: str) -> Any:
-    """The same with other routers: half of what they choose is something else."""
+def with_other_routers(module: Any, family: str) -> Any:
+    """A copy with other routers: about half of the experts that they choose are different."""
     other = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def experience(samples: tuple[Sample, ...]) -> Experience:
 
 
 def forced(module: Any, family: str, samples: tuple[Sample, ...]) -> torch.Tensor:
-    """(T,) log-probs of the response tokens, each sample by itself."""
+    """(T,) log-probs of the response tokens, one sample at a time."""
     return torch.cat([_forced(module, family, s)[0][len(s.prompt_ids) - 1 :] for s in samples])
 
 
@@ -75,7 +75,7 @@ def _forced(module: Any, family: str, sample: Sample) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("family", mostly_slow(CONFIGS))
-def test_with_the_weights_of_the_engine_it_changes_no_bit(family: str) -> None:
+def test_replay_with_the_weights_of_the_engine_changes_no_bit(family: str) -> None:
     module = mixture(family)
     samples = drawn(module)
     replayed, plain = learner(module), learner(module, replays=False)
@@ -84,81 +84,81 @@ def test_with_the_weights_of_the_engine_it_changes_no_bit(family: str) -> None:
     assert (expected - flat(samples, "logprobs")).abs().max() < 1e-4
     tally = replayed.gradient(experience(samples), 0.0)
     assert tally.metrics()["mismatch/routing"] == 0
-    found = gradients(module)
+    actual = gradients(module)
     module.zero_grad()
     assert "mismatch/routing" not in plain.gradient(experience(samples), 0.0).metrics()
-    assert relative(found, gradients(module)) < 1e-6
+    assert relative(actual, gradients(module)) < 1e-6
 
 
 @pytest.mark.parametrize("family", mostly_slow(CONFIGS))
-def test_with_other_routers_it_computes_what_transformers_does_with_these_experts(family: str) -> None:
+def test_replay_with_other_routers_equals_transformers_with_these_experts(family: str) -> None:
     samples = drawn(mixture(family))
-    module = moved(mixture(family), family)
+    module = with_other_routers(mixture(family), family)
     reference = copy.deepcopy(module)
-    by = learner(module)
+    replaying = learner(module)
     expected = forced(reference, family, samples)
-    assert torch.allclose(by.logprobs(samples), expected, atol=2e-5)
+    assert torch.allclose(replaying.logprobs(samples), expected, atol=2e-5)
     assert (learner(copy.deepcopy(module), replays=False).logprobs(samples) - expected).abs().max() > 0.01
-    # The gradient too, that of the routers among it, which learn from the experts that were taken.
+    # The gradients, too, also those of the routers, which are trained through the recorded experts.
     data = experience(samples)
-    by.gradient(data, 0.0)
+    replaying.gradient(data, 0.0)
     weights = data.advantages / len(data.advantages)
     (-(expected - expected.detach()).exp() * weights).sum().backward()
-    wanted = gradients(reference)
-    assert relative(gradients(module), wanted) < 1e-4
+    expected_gradients = gradients(reference)
+    assert relative(gradients(module), expected_gradients) < 1e-4
     assert all(router.weight.grad.abs().max() > 1e-6 for router in routers(module, family))
 
 
 @pytest.mark.parametrize("family", mostly_slow(CONFIGS))
-def test_the_share_of_other_choices_is_counted(family: str) -> None:
-    """Samples that begin differently, so that no row is two samples'."""
+def test_routing_mismatch_is_the_share_of_different_choices(family: str) -> None:
+    """The samples have different prompts, so that they share no row."""
     samples = drawn(mixture(family))[::2]
     samples = (samples[0], samples[2])
-    module = moved(mixture(family), family)
-    apart = torch.cat([_forced(module, family, sample)[1] for sample in samples])
-    assert 0.05 < apart.float().mean() < 0.95
-    found = learner(module).gradient(experience(samples), 0.0).metrics()["mismatch/routing"]
-    assert found == pytest.approx(apart.float().mean().item(), abs=1e-6)
+    module = with_other_routers(mixture(family), family)
+    different = torch.cat([_forced(module, family, sample)[1] for sample in samples])
+    assert 0.05 < different.float().mean() < 0.95
+    mismatch = learner(module).gradient(experience(samples), 0.0).metrics()["mismatch/routing"]
+    assert mismatch == pytest.approx(different.float().mean().item(), abs=1e-6)
 
 
-def test_a_row_is_shared_where_the_experts_are_the_same() -> None:
-    """Two samples of the same tokens, of which the second had other experts for the third token of its prompt."""
+def test_rows_are_shared_only_where_the_experts_are_equal() -> None:
+    """Three samples of the same tokens; the last one has other experts for the third token of its prompt."""
     module = mixture("qwen3_moe")
     (first, *_) = drawn(module)
     assert first.experts is not None
     record = decoded(first.experts, module, "qwen3_moe").copy()
     record[2, 1] = (record[2, 1] + 1) % 8
     samples = (first, first, replace(first, experts=record.tobytes()))
-    by = learner(module)
+    replaying = learner(module)
     tokens = len(first.prompt_ids + first.token_ids)
-    packed = pack_responses(samples, torch.device("cpu"), by.routing).packed
-    assert packed.input_ids.shape[1] == tokens + 1 + tokens - 2  # a last token is always a sample's own
-    assert torch.allclose(by.logprobs(samples), forced(module, "qwen3_moe", samples), atol=2e-5)
+    packed = pack_responses(samples, torch.device("cpu"), replaying.routing).packed
+    assert packed.input_ids.shape[1] == tokens + 1 + tokens - 2  # the last token of a sample is never shared
+    assert torch.allclose(replaying.logprobs(samples), forced(module, "qwen3_moe", samples), atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_batched_alone_and_recomputed_are_the_same(family: str) -> None:
+def test_batched_separate_and_recomputed_passes_are_equal(family: str) -> None:
     samples = drawn(mixture(family))
-    module = moved(mixture(family), family)
+    module = with_other_routers(mixture(family), family)
     data = experience(samples)
-    together = learner(module)
-    logp = together.logprobs(samples)
-    figures = together.gradient(data, 0.0).metrics()
+    batched = learner(module)
+    logp = batched.logprobs(samples)
+    metrics = batched.gradient(data, 0.0).metrics()
     expected = gradients(module)
     module.zero_grad()
-    alone = learner(module, budget=1)
-    assert torch.allclose(alone.logprobs(samples), logp, atol=1e-5)
-    alone.gradient(data, 0.0)
+    separate = learner(module, budget=1)
+    assert torch.allclose(separate.logprobs(samples), logp, atol=1e-5)
+    separate.gradient(data, 0.0)
     assert relative(gradients(module), expected) < 1e-5
     module.zero_grad()
     prepare(module, PolicyModelTable(path="x", recompute=True), 0, None)
-    again = together.gradient(data, 0.0).metrics()
+    recomputed = batched.gradient(data, 0.0).metrics()
     assert relative(gradients(module), expected) < 1e-6
-    assert again["mismatch/routing"] == figures["mismatch/routing"]
+    assert recomputed["mismatch/routing"] == metrics["mismatch/routing"]
 
 
-def test_experts_are_kept_with_a_sample_to_the_bit(tmp_path: Path) -> None:
+def test_experts_of_a_sample_are_dumped_bit_for_bit(tmp_path: Path) -> None:
     samples = drawn(mixture("qwen3_moe"))
     Dump(tmp_path).write(1, Batch(samples), 3)
     assert Dump(tmp_path).read(1)[0] == samples
@@ -167,14 +167,14 @@ def test_experts_are_kept_with_a_sample_to_the_bit(tmp_path: Path) -> None:
     assert {name for name in proof if proof[name] != other[name]} == {"samples"}
 
 
-def test_samples_without_experts_are_not_learned_from() -> None:
+def test_samples_without_valid_experts_are_rejected() -> None:
     module = mixture("qwen3_moe")
     (sample, *_) = drawn(module)
-    by = learner(module)
+    replaying = learner(module)
     with pytest.raises(DataError, match="a sample has no experts: generate samples with it on"):
-        by.logprobs([replace(sample, experts=None)])
+        replaying.logprobs([replace(sample, experts=None)])
     with pytest.raises(DataError, match="it was recorded with another model"):
-        by.logprobs([replace(sample, experts=b"12345")])
+        replaying.logprobs([replace(sample, experts=b"12345")])
 
 
 SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "url": "http://localhost:1"}}
@@ -195,12 +195,12 @@ SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "ur
         ),
     ],
 )  # fmt: skip
-def test_what_records_no_experts_is_refused(tables: dict[str, Any], why: str) -> None:
+def test_setups_that_record_no_experts_are_rejected(tables: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         recipe(**tables, train={"routing_replay": True})
 
 
-def test_a_run_that_has_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_unsupported_runs_are_rejected_before_a_model_is_loaded(tmp_path: Path) -> None:
     tree = recipe(train={"routing_replay": True})
     with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="sums-policy has no experts: leave it"):
         RlTraining(tree, run, Silent())
@@ -208,25 +208,25 @@ def test_a_run_that_has_none_is_refused_before_a_model_is_loaded(tmp_path: Path)
         check_routing(recipe(model={"device": "cuda"}, train={"routing_replay": True}))
 
 
-def test_a_critic_on_the_policys_trunk_reads_it_with_the_engines_experts() -> None:
+def test_shared_critic_replays_the_engines_experts() -> None:
     samples = drawn(mixture("qwen3_moe"))
-    module = moved(mixture("qwen3_moe"), "qwen3_moe")
-    by = learner(module)
-    by.value_head = torch.nn.Linear(32, 1, bias=False)
-    read, _ = by.values(samples)
+    module = with_other_routers(mixture("qwen3_moe"), "qwen3_moe")
+    replaying = learner(module)
+    replaying.value_head = torch.nn.Linear(32, 1, bias=False)
+    values, _ = replaying.values(samples)
     rows = []
     handle = module.model.norm.register_forward_hook(lambda _, __, out: rows.append(out[0].detach()))
     for sample in samples:
         _forced(module, "qwen3_moe", sample)
     handle.remove()
-    expected = [by.value_head(r)[len(s.prompt_ids) - 1 :, 0] for r, s in zip(rows, samples, strict=True)]
-    assert torch.allclose(read, torch.cat(expected), atol=2e-5)
-    by.routing = None
-    assert not torch.allclose(by.values(samples)[0], torch.cat(expected), atol=1e-3)
+    expected = [replaying.value_head(r)[len(s.prompt_ids) - 1 :, 0] for r, s in zip(rows, samples, strict=True)]
+    assert torch.allclose(values, torch.cat(expected), atol=2e-5)
+    replaying.routing = None
+    assert not torch.allclose(replaying.values(samples)[0], torch.cat(expected), atol=1e-3)
 
 
 class Says:
-    """Answers every turn with two tokens or three."""
+    """An environment that answers every turn with two or three tokens."""
 
     def reset(self, prompt: Prompt) -> None: ...
 
@@ -235,7 +235,7 @@ class Says:
 
 
 @pytest.mark.slow
-def test_a_response_of_many_turns_has_the_experts_of_all_that_it_read() -> None:
+def test_multi_turn_response_has_the_experts_of_all_its_tokens() -> None:
     module, tokenizer = mixture("qwen3_moe"), load_tokenizer(resolve("sums-policy"))
     engine = Engine(module, tokenizer, record_experts=True, kv_bytes=1 << 22)
     sampling, table = SamplingTable(max_tokens=60, stop=tuple("0123456789+=")), EnvironmentTable(name="x", max_turns=4)
@@ -245,9 +245,9 @@ def test_a_response_of_many_turns_has_the_experts_of_all_that_it_read() -> None:
     for sample in samples:
         assert sample.experts is not None
         ids = sample.prompt_ids + sample.token_ids
-        found = np.sort(decoded(sample.experts, module, "qwen3_moe"), axis=-1)
-        # An observation with which it ends is left out: the last token is the policy's.
-        assert np.array_equal(found, own_experts(module, "qwen3_moe", ids)[:-1])
-    other = moved(module, "qwen3_moe")
-    own = own_tokens(samples)
-    assert torch.allclose(learner(other).logprobs(samples)[own], forced(other, "qwen3_moe", samples)[own], atol=2e-5)
+        recorded = np.sort(decoded(sample.experts, module, "qwen3_moe"), axis=-1)
+        # A final observation is left out: the last token is the policy's.
+        assert np.array_equal(recorded, own_experts(module, "qwen3_moe", ids)[:-1])
+    other = with_other_routers(module, "qwen3_moe")
+    mask = own_tokens(samples)
+    assert torch.allclose(learner(other).logprobs(samples)[mask], forced(other, "qwen3_moe", samples)[mask], atol=2e-5)

@@ -85,13 +85,15 @@ def test_control_strings_in_the_data_stay_text() -> None:
         ({"prompt": "1=", "response": "2" * 70}, [], "74 tokens exceed the model's 64"),
     ],
 )
-def test_bad_rows_are_refused_by_place_and_value(fields: dict[str, object], overrides: list[str], message: str) -> None:
+def test_invalid_rows_are_rejected_with_place_and_value(
+    fields: dict[str, object], overrides: list[str], message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         encode(fields, *overrides)
     assert message in str(caught.value)
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data file at"):
         read_rows(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -121,19 +123,19 @@ def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
     assert [r.fields for r in read_rows(tmp_path / "a.parquet")] == [r.fields for r in read_rows(tmp_path / "a.jsonl")]
 
 
-def test_every_epoch_sees_every_item_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_every_item_once_in_a_different_order(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "response": "1"} for i in range(40)))
     rows = open_rows(DataTable(path=str(path)), "sft", 1)
     epochs = [[rows.train(36 * epoch + i).text("prompt") for i in range(36)] for epoch in range(2)]
-    held = {row.text("prompt") for row in rows.heldout()}
-    assert set(epochs[0]) == set(epochs[1]) == {str(i) for i in range(40)} - held
+    heldout = {row.text("prompt") for row in rows.heldout()}
+    assert set(epochs[0]) == set(epochs[1]) == {str(i) for i in range(40)} - heldout
     assert epochs[0] != epochs[1]
-    assert len(held) == 4
+    assert len(heldout) == 4
     again = open_rows(DataTable(path=str(path)), "sft", 1)
     assert [again.train(i).text("prompt") for i in range(36)] == epochs[0]
 
 
-def test_held_out_items_of_their_own_and_limits(tmp_path: Path) -> None:
+def test_separate_held_out_file_and_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "response": "1"} for i in range(40)))
     other = write(tmp_path / "b.jsonl", {"prompt": "b", "response": "1"})
     rows = open_rows(DataTable(path=str(path), eval_path=str(other), limit=3), "sft", 1)
@@ -144,16 +146,16 @@ def test_held_out_items_of_their_own_and_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["sft", "reward", "prm"])
-def test_a_worlds_rows_encode(task: str) -> None:
+def test_rows_of_a_world_can_be_encoded(task: str) -> None:
     recipe = load_recipe(Path("sums-sft"), [f"task={task}"])
     rows = open_rows(recipe.data, task, 1)
-    turn = Encoder(recipe, TOKENIZER, 256)
+    encoder = Encoder(recipe, TOKENIZER, 256)
     for i in range(50):
-        turn(rows.train(i))
+        encoder(rows.train(i))
     assert len(rows.heldout()) == recipe.data.eval_items
 
 
-def test_near_misses_are_for_training_and_for_a_figure_of_their_own() -> None:
+def test_near_misses_change_training_and_have_a_separate_metric() -> None:
     tables = [SumsTable(), SumsTable(near=1.0)]
     for task in ("reward", "prm"):
         rows = [open_rows(DataTable(world="sums", eval_items=20, sums=table), task, 1) for table in tables]
@@ -169,6 +171,6 @@ def test_near_misses_are_for_training_and_for_a_figure_of_their_own() -> None:
 
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="the package is here: tests/interop/test_datasets.py")
-def test_a_data_set_of_the_hub_names_the_package_that_reads_it() -> None:
+def test_hub_dataset_error_names_the_missing_package() -> None:
     with pytest.raises(DataError, match=r"hf:openai/gsm8k\?subset=main needs the package datasets: pip install"):
         read_rows(Path("hf:openai/gsm8k?subset=main"))

@@ -27,7 +27,7 @@ COUNT = 12
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rollouts of the embedded policy, of prompts that it answers wrong now and then."""
+    """Rollouts of the shipped policy, which answers some of the prompts wrong."""
     run = tmp_path_factory.mktemp("runs") / "made"
     roll(run, sampling={"max_tokens": 48})
     return run
@@ -44,7 +44,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_solution_is_cut_where_its_steps_end() -> None:
+def test_solution_is_split_at_the_ends_of_its_steps() -> None:
     tokenizer = load_policy("sums-policy").tokenizer
     end = tokenizer.eos_token_id
     cutter = Cutter(tokenizer, frozenset({end}), ";")
@@ -54,22 +54,22 @@ def test_a_solution_is_cut_where_its_steps_end() -> None:
         blank = (0.0,) * len(ids)
         return cutter(Sample((1,), ids, text, blank, blank, (0,) * len(ids), (1,) * len(ids), finish, reward=reward))
 
-    whole = cut("7+8=15;15+4=19;#19")
-    assert whole.steps == ("7+8=15;", "15+4=19;", "#19")
-    assert [tokenizer.decode(said) for _, said in whole.beginnings] == ["7+8=15;", "7+8=15;15+4=19;"]
-    assert whole.finished
-    broken_off = cut("7+8=15;15+4=", finish="length")  # what was cut off in the middle of a step is no step
-    assert broken_off.steps == ("7+8=15;",)
-    assert not broken_off.finished
+    complete = cut("7+8=15;15+4=19;#19")
+    assert complete.steps == ("7+8=15;", "15+4=19;", "#19")
+    assert [tokenizer.decode(prefix) for _, prefix in complete.beginnings] == ["7+8=15;", "7+8=15;15+4=19;"]
+    assert complete.finished
+    truncated = cut("7+8=15;15+4=", finish="length")  # an unfinished step is dropped
+    assert truncated.steps == ("7+8=15;",)
+    assert not truncated.finished
     assert cut("#19").steps == ("#19",)
     assert cut("7+8=15;").steps == ("7+8=15;",)
     assert cut("7+8", finish="length") is None
     assert cut("7+8=15;#15", reward=None) is None
 
 
-def test_a_token_that_reaches_over_the_end_of_a_step_makes_it_unusable() -> None:
+def test_solution_with_a_token_across_a_step_end_is_skipped() -> None:
     class Joined:
-        """Of its tokens the second has the end of a step in its middle."""
+        """A tokenizer whose token 2 has the end of a step in its middle."""
 
         def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
             return "".join({1: "a", 2: "b;c", 3: ";"}[token] for token in ids)
@@ -81,14 +81,14 @@ def test_a_token_that_reaches_over_the_end_of_a_step_makes_it_unusable() -> None
     cutter = Cutter(Joined(), frozenset(), ";")
     assert cutter(sample(1, 2, 3)) is None
     assert cutter(sample(1, 2)) is None
-    kept = cutter(sample(1, 3, 1))
-    assert kept is not None
-    assert kept.steps == ("a;", "a")
+    solution = cutter(sample(1, 3, 1))
+    assert solution is not None
+    assert solution.steps == ("a;", "a")
 
 
 @pytest.mark.slow
 def test_values_are_the_rewards_of_completions(tmp_path: Path) -> None:
-    """With the likeliest token alone every completion is the greedy one, which can be made by hand."""
+    """With top_k = 1 every completion is the greedy one, which the test generates itself."""
     greedy = {"max_tokens": 48, "top_k": 1}
     roll(tmp_path / "made", sampling=greedy, train={"steps": 1, "prompts_per_step": COUNT, "samples_per_prompt": 2})
     out = tmp_path / "steps.jsonl"
@@ -96,18 +96,20 @@ def test_values_are_the_rewards_of_completions(tmp_path: Path) -> None:
     loaded = load_policy("sums-policy")
     engine = Engine(loaded.module, loaded.tokenizer)
     rows = rows_of(out)
-    assert len(rows) == tally.solutions == COUNT  # two equal ones to each prompt are one
+    assert len(rows) == tally.solutions == COUNT  # the two equal solutions of a prompt count once
     assert tally.completions == 3 * sum(len(row["labels"]) - 1 for row in rows)
     for row in rows:
         answer = str(sum(map(int, row["prompt"].rstrip("=").split("+"))))
         for count, label in enumerate(row["labels"][:-1], 1):
-            begun = "".join(row["steps"][:count])
-            (rest,) = engine.generate([row["prompt"] + begun], SamplingParams(temperature=0, max_tokens=48))
-            assert label == float((begun + rest.text).endswith(f"#{answer}"))
+            prefix = "".join(row["steps"][:count])
+            (rest,) = engine.generate([row["prompt"] + prefix], SamplingParams(temperature=0, max_tokens=48))
+            assert label == float((prefix + rest.text).endswith(f"#{answer}"))
         assert row["labels"][-1] == float("".join(row["steps"]).endswith(f"#{answer}"))
 
 
-def test_a_process_model_learns_from_the_rows(tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_process_reward_model_trains_on_the_rows(
+    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "steps.jsonl"
     app(["steps", str(made), str(out), "--split", ";", "--completions", "4"], standalone_mode=False)
     rows = rows_of(out)
@@ -117,10 +119,10 @@ def test_a_process_model_learns_from_the_rows(tmp_path: Path, made: Path, capsys
     texts = {(s.extra["prompt"], s.text) for s in Dump.find(made).read(1)[0] if s.finish_reason == "stop"}
     assert {(row["prompt"], "".join(row["steps"])) for row in rows if row.get("finished", True)} == texts
     values: dict[str, float] = {}
-    for row in rows:  # one beginning has one value, whichever solution goes on from it
+    for row in rows:  # a prefix has one value, whichever solution continues it
         for count, label in enumerate(row["labels"][:-1], 1):
-            begun = row["prompt"] + "".join(row["steps"][:count])
-            assert values.setdefault(begun, label) == label
+            prefix = row["prompt"] + "".join(row["steps"][:count])
+            assert values.setdefault(prefix, label) == label
     judge = parse_recipe(
         {"task": "prm", "model": {"path": "sums-steps"}, "data": {"path": str(out)}, "algorithm": {"split": ";"},
          "train": {"steps": 1, "batch": 4, "lr": 1e-4}}, "test",
@@ -137,7 +139,7 @@ def test_the_same_rollouts_give_the_same_values(tmp_path: Path, made: Path) -> N
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
-def test_what_cannot_be_valued_is_refused(tmp_path: Path, made: Path) -> None:
+def test_unsuitable_rollouts_are_rejected(tmp_path: Path, made: Path) -> None:
     out = tmp_path / "steps.jsonl"
     with pytest.raises(DataError, match="the text that ends a step is empty"):
         write_step_values(made, out, split="", completions=2)
@@ -146,7 +148,7 @@ def test_what_cannot_be_valued_is_refused(tmp_path: Path, made: Path) -> None:
     with pytest.raises(DataError, match="a process model learns chances: the run's reward must be between 0 and 1"):
         write_step_values(run, out, split=";", completions=2)
     dump = Dump.find(run)
-    dump.write(1, replace_text(dump), 1)
+    dump.write(1, truncated_sample(dump), 1)
     with pytest.raises(DataError, match=r"no solution of 1 has a step that ends with '\\n\\n'"):
         write_step_values(run, out, split="\n\n", completions=2)
     tools = recipe(environment={"name": "calculator"}, sampling={"stop": ("=",)})
@@ -157,8 +159,8 @@ def test_what_cannot_be_valued_is_refused(tmp_path: Path, made: Path) -> None:
     assert not out.exists()
 
 
-def replace_text(dump: Dump) -> Any:
-    """One sample that broke off."""
+def truncated_sample(dump: Dump) -> Any:
+    """The first sample, marked as truncated."""
     from plaudit.records import Batch
 
     return Batch((replace(dump.read(1)[0][0], finish_reason="length"),))

@@ -1,4 +1,4 @@
-"""Supervised training through the command line: bit-identical resumption, refusal of invalid input, nothing lost."""
+"""Supervised training by the command line: bit-identical resumption, rejection of invalid input, no lost data."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy trained for 12 steps without a break."""
+    """A policy trained for 12 steps without interruption."""
     run = tmp_path_factory.mktemp("runs") / "straight"
     done = plaudit("sums-sft", "--out", str(run), sets=[*TINY, "train.steps=12"])
     assert done.returncode == 0, done.stderr
@@ -49,13 +49,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_log_says_what_the_run_is_and_that_it_ended(straight: Path) -> None:
+def test_log_records_the_settings_and_the_end_of_the_run(straight: Path) -> None:
     run = read_history(straight)
     assert (run.task, run.planned_steps, run.clip_norm, run.finished) == ("sft", 12, 1.0, True)
 
 
 def killed_at(run: Path, step: int, *arguments: str, sets: list[str]) -> None:
-    """Start a run and kill -9 it once it has logged a step past `step`."""
+    """Starts a run and kills it with SIGKILL once it has logged more than `step` steps."""
     child = ForkedCommand(command(*arguments, "--out", str(run), sets=sets)[3:], run.with_suffix(".output"))
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and child.poll() is None:
@@ -67,7 +67,7 @@ def killed_at(run: Path, step: int, *arguments: str, sets: list[str]) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "terminate"])
-def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: str) -> None:
+def test_stopped_run_resumes_bit_for_bit(straight: Path, tmp_path: Path, how: str) -> None:
     run = tmp_path / "broken"
     sets = [*TINY, "train.steps=12"]
     if how == "kill":
@@ -84,8 +84,8 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
     done = plaudit("sums-sft", "--out", str(run), "--resume", sets=sets)
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(straight)
-    expected, found = (load_file(path / "final" / "model.safetensors") for path in (straight, run))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (load_file(path / "final" / "model.safetensors") for path in (straight, run))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     one, other = (json.loads((path / "summary.json").read_text()) for path in (straight, run))
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
@@ -93,7 +93,7 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
 @pytest.mark.parametrize(
     ("recipe", "figures"), [("reward", ["pair_accuracy"]), ("prm", ["step_auc", "first_wrong_f1"])]
 )
-def test_reward_and_process_models_start_from_a_policys_run(
+def test_reward_models_and_prms_start_from_the_run_of_a_policy(
     straight: Path, tmp_path: Path, recipe: str, figures: list[str]
 ) -> None:
     sets = [f"model.path={straight}", "train.batch=8", "train.steps=3", "data.eval_items=12", "train.warmup=1"]
@@ -143,7 +143,7 @@ def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(str
     assert (straight / "events.jsonl").read_bytes() == before
 
 
-def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path: Path) -> None:
+def test_run_that_failed_before_its_first_step_can_be_started_again(tmp_path: Path) -> None:
     first, second = (load_recipe(Path("sums-sft"), [f"train.lr={lr}"]) for lr in (0.1, 0.2))
     for recipe in (first, second):
         with Run(tmp_path / "run", recipe) as run:
@@ -154,7 +154,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path: Path) 
         pass
 
 
-def test_a_finished_run_may_be_given_more_steps(straight: Path, tmp_path: Path) -> None:
+def test_finished_run_can_be_extended(straight: Path, tmp_path: Path) -> None:
     import shutil
 
     run = tmp_path / "longer"
@@ -175,7 +175,7 @@ main()
 """
 
 
-def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_full_disk_ends_the_run_with_a_one_line_error(tmp_path: Path) -> None:
     words = command("sums-sft", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"])[3:]
     done = run_forked("-c", LIMITED, *words)
     assert done.returncode == 2

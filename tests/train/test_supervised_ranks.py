@@ -32,7 +32,7 @@ from tests.train.test_ranks import ENV, LIMIT, STAGES, TWO, Shape, command, fork
 
 SLOW = pytest.mark.slow
 CONTEXT, TENSOR = (1, 2, 1), (1, 1, 2)
-# Micro-batches are many and of unequal lengths; one problem is longer than a budget.
+# There are many micro-batches of different sizes; one problem exceeds the token budget of a micro-batch.
 TRAIN = {
     "steps": 10, "schedule": "constant", "batch": 7, "lr": 1e-3, "warmup": 2, "micro_batch_tokens": 150, "threads": 1,
     "eval_every": 50, "checkpoint": {"every": 5},
@@ -41,17 +41,17 @@ WORLD = {"world": "sums", "eval_items": 3}
 NEW = {"new": {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "layers": 2}}
 POLICY = {"path": "sums-policy"}
 ANSWERED = {**WORLD, "problems": 16, "samples": 4}
-# Of a policy that is trained already a high rate would spread rounding.
-SLOWLY = {**TRAIN, "lr": 3e-5}
+# With an already trained policy a high learning rate would amplify rounding errors.
+LOW_RATE = {**TRAIN, "lr": 3e-5}
 TASKS: dict[str, dict[str, Any]] = {
     "sft": {"task": "sft", "model": NEW, "data": WORLD, "train": TRAIN},
     "lora": {"task": "sft", "model": {**POLICY, "lora": {"rank": 4}}, "data": WORLD, "train": TRAIN},
-    "reward": {"task": "reward", "model": POLICY, "data": WORLD, "train": SLOWLY},
-    "steps": {"task": "prm", "model": POLICY, "data": WORLD, "train": SLOWLY},
+    "reward": {"task": "reward", "model": POLICY, "data": WORLD, "train": LOW_RATE},
+    "steps": {"task": "prm", "model": POLICY, "data": WORLD, "train": LOW_RATE},
     "judge": {"task": "prm", "model": NEW, "data": WORLD, "train": TRAIN},
-    "dpo": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": SLOWLY},
-    "kto": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": SLOWLY, "algorithm": {"name": "kto"}},
-    "orpo": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": SLOWLY, "algorithm": {"name": "orpo"}},
+    "dpo": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": LOW_RATE},
+    "kto": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": LOW_RATE, "algorithm": {"name": "kto"}},
+    "orpo": {"task": "preference", "model": POLICY, "data": ANSWERED, "train": LOW_RATE, "algorithm": {"name": "orpo"}},
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     "sft": AutoModelForCausalLM, "preference": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification,
@@ -61,7 +61,7 @@ CLASSES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Tasks whose files have to be made: ratings, some of them missing, and a mixture of experts."""
+    """Tasks with generated files: ratings, some of them missing, and a mixture of experts."""
     root = tmp_path_factory.mktemp("data")
     rows = [
         {
@@ -77,31 +77,31 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     rated = {"name": "regression", "attributes": ["right", "low"]}
     return {
         "ratings": {
-            "task": "reward", "model": POLICY, "data": {"path": str(root / "rows.jsonl")}, "train": SLOWLY,
+            "task": "reward", "model": POLICY, "data": {"path": str(root / "rows.jsonl")}, "train": LOW_RATE,
             "algorithm": rated,
         },
-        "mixture": {"task": "sft", "model": {"path": str(root / "mixture")}, "data": WORLD, "train": SLOWLY},
-        "mixture-judge": {"task": "reward", "model": {"path": str(root / "mixture")}, "data": WORLD, "train": SLOWLY},
+        "mixture": {"task": "sft", "model": {"path": str(root / "mixture")}, "data": WORLD, "train": LOW_RATE},
+        "mixture-judge": {"task": "reward", "model": {"path": str(root / "mixture")}, "data": WORLD, "train": LOW_RATE},
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def of_one(more: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one rank, made once, beside its recipe."""
+    """Returns the run of one rank, which is trained once; its recipe is in the same directory."""
     root = tmp_path_factory.mktemp("one")
 
     def run(name: str) -> Path:
         if not (root / name).exists():
             tree = parse_recipe({**TASKS, **more}[name], name)
             (root / f"{name}.toml").write_text(to_toml(tree))
-            go_on(root / name, root / f"{name}.toml", resume=False)
+            train_on_one_rank(root / name, root / f"{name}.toml", resume=False)
         return root / name
 
     return run
 
 
-def go_on(run: Path, file: Path, resume: bool = True) -> None:
-    """On one rank."""
+def train_on_one_rank(run: Path, file: Path, resume: bool = True) -> None:
+    """Trains or resumes the run on one rank."""
     done = plaudit_here("train", str(file), "--out", str(run), *(["--resume"] if resume else []))
     assert done.returncode == 0, done.stderr
 
@@ -115,29 +115,29 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def check(found: Path, expected: Path) -> None:
-    """Ten steps of the same losses, the same figures, and a model that transformers loads."""
+def check(actual: Path, expected: Path) -> None:
+    """Ten steps have equal losses and metrics, the weights are equal, and transformers loads the model."""
     steps = metrics(expected, "loss")
-    assert len(metrics(found, "loss")) == len(steps) == 10
-    for values, wanted in zip(metrics(found, "loss"), steps, strict=True):
-        assert values["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-        assert values == pytest.approx(wanted, rel=2e-3, abs=1e-4)
+    assert len(metrics(actual, "loss")) == len(steps) == 10
+    for values, reference in zip(metrics(actual, "loss"), steps, strict=True):
+        assert values["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+        assert values["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+        assert values == pytest.approx(reference, rel=2e-3, abs=1e-4)
     held_out = metrics(expected, "heldout/heldout_loss")
-    assert len(metrics(found, "heldout/heldout_loss")) == len(held_out) >= 1
-    for values, wanted in zip(metrics(found, "heldout/heldout_loss"), held_out, strict=True):
-        assert values == pytest.approx(wanted, rel=2e-3, abs=1e-4, nan_ok=True)
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.allclose(ours[name], tensor, atol=2e-5), name
+    assert len(metrics(actual, "heldout/heldout_loss")) == len(held_out) >= 1
+    for values, reference in zip(metrics(actual, "heldout/heldout_loss"), held_out, strict=True):
+        assert values == pytest.approx(reference, rel=2e-3, abs=1e-4, nan_ok=True)
+    own_weights, expected_weights = weights(actual), weights(expected)
+    assert own_weights.keys() == expected_weights.keys()
+    for name, tensor in expected_weights.items():
+        assert torch.allclose(own_weights[name], tensor, atol=2e-5), name
     task = json.loads((expected / "summary.json").read_text())["task"]
-    model, read = (CLASSES[task].from_pretrained(run / "final") for run in (found, expected))
-    assert model.config.id2label == read.config.id2label
+    model, expected_model = (CLASSES[task].from_pretrained(run / "final") for run in (actual, expected))
+    assert model.config.id2label == expected_model.config.id2label
     for name in ("config.json", "tokenizer.json", "reward.toml"):
-        assert (found / "final" / name).exists() == (expected / "final" / name).exists()
+        assert (actual / "final" / name).exists() == (expected / "final" / name).exists()
         if (expected / "final" / name).exists():
-            assert (found / "final" / name).read_text() == (expected / "final" / name).read_text()
+            assert (actual / "final" / name).read_text() == (expected / "final" / name).read_text()
 
 
 @SLOW
@@ -146,22 +146,22 @@ def check(found: Path, expected: Path) -> None:
     [("reward", TWO, 1), ("lora", TWO, 1), ("dpo", STAGES, 1), ("mixture", TWO, 2)],
     ids=str,
 )
-def test_an_optimizer_in_host_memory_takes_the_same_steps_over_ranks(
+def test_host_optimizer_takes_the_same_steps_over_ranks(
     name: str, shape: Shape, expert: int, of_one: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """And one on the device of one rank goes on with its state."""
+    """One rank with the optimizer on its device resumes from the saved state."""
     expected = of_one(name)
     file, run = expected.with_suffix(".toml"), tmp_path / "run"
     words = ("--set", f"resources.expert_parallel={expert}", "--set", "train.offload_optimizer=true")
     fork_ranks(math.prod(shape), command(file, run, shape, *words)[3:], tmp_path)
     check(run, expected)
     back_to_step_5(run)
-    go_on(run, file)
+    train_on_one_rank(run, file)
     check(run, expected)
 
 
 def back_to_step_5(run: Path) -> None:
-    """As if it had ended there."""
+    """Removes the last checkpoint, as if the run had ended at step 5."""
     shutil.rmtree(run / "checkpoints" / "step-000010")
 
 
@@ -178,16 +178,16 @@ def back_to_step_5(run: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_ten_steps_over_ranks_are_those_of_one_which_can_go_on_with_them(
+def test_ten_steps_over_ranks_equal_those_of_one_rank_which_can_resume_them(
     name: str, shape: Shape, expert: int, of_one: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected = of_one(name)
     file, run = expected.with_suffix(".toml"), tmp_path / "run"
-    dealt = ("--set", f"resources.expert_parallel={expert}")
-    fork_ranks(math.prod(shape), command(file, run, shape, *dealt)[3:], tmp_path)
+    expert_option = ("--set", f"resources.expert_parallel={expert}")
+    fork_ranks(math.prod(shape), command(file, run, shape, *expert_option)[3:], tmp_path)
     check(run, expected)
     back_to_step_5(run)
-    go_on(run, file)
+    train_on_one_rank(run, file)
     check(run, expected)
 
 
@@ -200,7 +200,7 @@ def test_ten_steps_over_ranks_are_those_of_one_which_can_go_on_with_them(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_run_goes_on_over_ranks_of_another_number_and_shape(
+def test_run_resumes_over_ranks_of_another_number_and_shape(
     name: str, before: Shape, after: Shape, of_one: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected = of_one(name)
@@ -211,8 +211,8 @@ def test_a_run_goes_on_over_ranks_of_another_number_and_shape(
     check(run, expected)
 
 
-def grown(run: Path, child: "subprocess.Popen[str]", count: int) -> None:
-    """Wait until it has logged so many steps."""
+def wait_for_steps(run: Path, child: "subprocess.Popen[str]", count: int) -> None:
+    """Waits until the run has logged `count` steps."""
     deadline = time.monotonic() + LIMIT
     while not (run / "events.jsonl").exists() or len(metrics(run, "loss")) < count:
         assert child.poll() is None, child.communicate()[1]
@@ -229,50 +229,50 @@ def grown(run: Path, child: "subprocess.Popen[str]", count: int) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_lost_rank_ends_the_command_which_goes_on_over_other_ranks(
+def test_lost_rank_ends_the_command_which_resumes_over_other_ranks(
     name: str, shape: Shape, sent: signal.Signals, after: Shape, of_one: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected = of_one(name)
     file, run = expected.with_suffix(".toml"), tmp_path / "run"
-    # More steps than can be made in the meantime; the rate does not depend on their number.
+    # More steps than can run in the meantime; the learning rate does not depend on their number.
     words = command(file, run, shape, "--set", "train.checkpoint.every=2", "--set", "train.steps=100000")
     child = subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True)
-    grown(run, child, 4)
+    wait_for_steps(run, child, 4)
     ranks = ranks_of(child.pid)
     ranks[1].send_signal(sent)
-    _, said = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
-    assert ("rank 1 was ended by SIGKILL" if sent == signal.SIGKILL else "rank 1 was stopped (SIGSTOP)") in said
+    assert ("rank 1 was ended by SIGKILL" if sent == signal.SIGKILL else "rank 1 was stopped (SIGSTOP)") in stderr
     assert not any(rank.is_running() for rank in ranks.values())
-    made = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert made >= 2
-    fork_ranks(2, command(file, run, after, "--resume", "--set", f"train.steps={made + 2}")[3:], tmp_path)
-    found = metrics(run, "loss")
-    assert len(found) == made + 2
+    step = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
+    assert step >= 2
+    fork_ranks(2, command(file, run, after, "--resume", "--set", f"train.steps={step + 2}")[3:], tmp_path)
+    curve = metrics(run, "loss")
+    assert len(curve) == step + 2
     straight = tmp_path / "straight"
-    done = plaudit_here("train", str(file), "--out", str(straight), "--set", f"train.steps={made + 2}")
+    done = plaudit_here("train", str(file), "--out", str(straight), "--set", f"train.steps={step + 2}")
     assert done.returncode == 0, done.stderr
-    for values, wanted in zip(found, metrics(straight, "loss"), strict=True):
-        assert values["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    for values, reference in zip(curve, metrics(straight, "loss"), strict=True):
+        assert values["loss"] == pytest.approx(reference["loss"], abs=1e-5)
 
 
-def refusal(table: dict[str, Any], **resources: int) -> str:
-    with pytest.raises(ConfigError) as refused:
+def rejection(table: dict[str, Any], **resources: int) -> str:
+    with pytest.raises(ConfigError) as raised:
         parse_recipe({**table, "resources": {f"{name}_parallel": size for name, size in resources.items()}}, "recipe")
-    return str(refused.value)
+    return str(raised.value)
 
 
-def test_what_ranks_cannot_share_out_is_refused_before_anything_loads() -> None:
+def test_invalid_layouts_are_rejected_before_anything_loads() -> None:
     sft = TASKS["sft"]
     muon = {**sft, "train": {**TRAIN, "optimizer": "muon"}}
-    assert 'set optimizer = "adamw"' in refusal(muon, data=2)
-    assert "3 / 2 = 1.5 is not a whole number" in refusal(sft, data=3, expert=2)
+    assert 'set optimizer = "adamw"' in rejection(muon, data=2)
+    assert "3 / 2 = 1.5 is not a whole number" in rejection(sft, data=3, expert=2)
     with pytest.raises(ConfigError, match="2 layers over pipeline_parallel = 3 stages"):
         check_layout(RanksTable(pipeline_parallel=3), ModelTable(path="sums"))
     with pytest.raises(ConfigError, match="it has no experts for expert_parallel = 2"):
         check_layout(RanksTable(data_parallel=2, expert_parallel=2), ModelTable(path="sums-steps"))
 
 
-def test_keys_of_rl_are_refused_where_nothing_is_generated() -> None:
+def test_rl_keys_are_rejected_where_nothing_is_generated() -> None:
     with pytest.raises(ConfigError, match="rollout"):
         parse_recipe({**TASKS["sft"], "resources": {"rollout": {"processes": 1}}}, "recipe")

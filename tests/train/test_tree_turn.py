@@ -1,4 +1,4 @@
-"""Responses as trees: which model generated the tokens, how they are trained on, resumption, proof and refusals."""
+"""Responses as trees: their tokens and log-probs, training on them, reproducible runs, and rejected settings."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def played(branch: list[int], **sampling: Any) -> list[Sample]:
     return TreeTurn(single, LOADED.tokenizer).play(PROMPTS, n, "0 0")
 
 
-def test_a_tree_of_one_level_is_what_single_responses_are() -> None:
+def test_tree_of_one_level_equals_single_responses() -> None:
     table = recipe(train={"samples_per_prompt": 4})
     single = SingleTurn(Engine(LOADED.module, LOADED.tokenizer, seed=1), table.sampling, 1).play(PROMPTS, 4, "0 0")
     tree = played([4])
-    for mine, theirs in zip(tree, single, strict=True):
-        assert mine.extra["branches"] == [[mine.index, len(mine.token_ids)]]
-        assert replace(mine, extra=theirs.extra) == theirs
+    for sample, expected in zip(tree, single, strict=True):
+        assert sample.extra["branches"] == [[sample.index, len(sample.token_ids)]]
+        assert replace(sample, extra=expected.extra) == expected
 
 
 def test_responses_share_steps_and_each_token_has_the_policys_own_logprob() -> None:
@@ -74,30 +74,30 @@ def test_responses_share_steps_and_each_token_has_the_policys_own_logprob() -> N
         rows = range(len(sample.prompt_ids) - 1, len(sample.prompt_ids) + len(sample.token_ids) - 1)
         plain = [logits[row, token].item() for row, token in zip(rows, sample.token_ids, strict=True)]
         assert sample.logprobs == pytest.approx(plain, abs=1e-4)
-    figures = branching(samples)
-    assert figures["tree/generated_tokens"] == sum(map(len, parts.values())) < sum(len(s.token_ids) for s in samples)
-    assert 0 < figures["tree/shared"] < 1
+    metrics = branching(samples)
+    assert metrics["tree/generated_tokens"] == sum(map(len, parts.values())) < sum(len(s.token_ids) for s in samples)
+    assert 0 < metrics["tree/shared"] < 1
 
 
-def test_what_is_over_early_stands_for_all_that_would_have_gone_on() -> None:
-    """Three tokens are less than the first step has: every first step is cut, and is four of the eight responses."""
+def test_node_that_ends_early_stands_for_all_its_responses() -> None:
+    """Three tokens are fewer than the first step has: every first step is truncated and is four of eight responses."""
     samples = played([2, 2, 2], max_tokens=3)
     assert all(s.finish_reason == "length" and len(s.extra["branches"]) == 1 for s in samples)
     assert [s.extra["branches"][0][0] for s in samples[:8]] == [0] * 4 + [1] * 4
     assert branching(samples)["tree/early"] == 1 - 2 / 8
 
 
-def test_expert_iteration_is_supervised_learning_of_the_best() -> None:
-    """Gradient and loss of plain transformers on the best of each group, in float64."""
+def test_expert_iteration_is_sft_on_the_best_responses() -> None:
+    """The gradient equals that of plain transformers on the best response of each group, in float64."""
     drawn, plain = made_up(), tiny().double()
     plain.set_attn_implementation("sdpa")  # type: ignore[operator]
     best = [max((s for s in drawn if s.group == g), key=lambda s: s.reward or 0.0) for g in range(3)]
     losses = []
     for sample in best:
         logits = plain(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0]
-        at = [t for t, own in enumerate(sample.mask) if own]
-        rows = torch.stack([logits[len(sample.prompt_ids) + t - 1] for t in at])
-        losses.append(F.cross_entropy(rows, torch.tensor([sample.token_ids[t] for t in at])))
+        positions = [t for t, own in enumerate(sample.mask) if own]
+        rows = torch.stack([logits[len(sample.prompt_ids) + t - 1] for t in positions])
+        losses.append(F.cross_entropy(rows, torch.tensor([sample.token_ids[t] for t in positions])))
     torch.stack(losses).mean().backward()
     module = tiny()
     table = recipe(algorithm={"name": "expert-iteration"}, train={"lr": 1e-9, "clip_norm": 1e9})
@@ -123,20 +123,20 @@ def test_expert_iteration_is_supervised_learning_of_the_best() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
+def test_invalid_settings_are_rejected(tables: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         recipe(**tables)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sums-tree-grpo", "sums-expert"])
-def test_a_run_is_made_again_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_run_is_reproduced_bit_for_bit(name: str, tmp_path: Path) -> None:
     sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     done = plaudit_here("train", name, "--out", str(tmp_path / "run"), *sets)
     assert done.returncode == 0, done.stderr
-    again = plaudit_here("verify", str(tmp_path / "run"))
-    assert again.returncode == 0, again.stdout
-    assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in again.stdout
+    verified = plaudit_here("verify", str(tmp_path / "run"))
+    assert verified.returncode == 0, verified.stdout
+    assert "equal to the bit: steps 3 to 4, recomputed from step-000002: samples, log-probs, rewards" in verified.stdout
     steps = [e for e in read_events(tmp_path / "run") if e["kind"] == "metric" and "tree/shared" in e["values"]]
     assert len(steps) == 4
     assert all(e["values"]["tree/generated_tokens"] < e["values"]["progress/tokens"] for e in steps)

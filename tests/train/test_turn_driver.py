@@ -1,4 +1,4 @@
-"""Turns that join a running batch: from any thread, in any engine, with nothing left behind."""
+"""Turns that join a running batch: from any thread, in any engine, and leave no requests behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(autouse=True)
 def calls_end() -> Iterator[None]:
-    """A thread that still computes when the interpreter ends would take it down."""
+    """Joins threads that still compute, which would crash the interpreter at its exit."""
     yield
     for thread in threading.enumerate():
         if thread.name == "turn":
@@ -38,7 +38,7 @@ def engine() -> Engine:
 
 
 class Away:
-    """The same engine as another process has it: one blocking call, and the calls of several threads."""
+    """The engine as if in another process: one blocking call, which several threads may make."""
 
     def __init__(self) -> None:
         self.engine = engine()
@@ -68,22 +68,22 @@ def test_a_turn_joins_while_others_run(make: Callable[[], Any]) -> None:
     with new_driver(make()) as driver:
         assert isinstance(driver, CoreDriver if make is engine else CallDriver)
 
-        def late() -> None:
+        def submit_late() -> None:
             driver.submit(tokens("5+6="), GREEDY, partial(results.__setitem__, "second"))
 
         driver.submit(tokens("7+8+4="), GREEDY, partial(results.__setitem__, "first"))
         driver.wait(1.0)
         driver.advance()
-        thread = threading.Thread(target=late)
+        thread = threading.Thread(target=submit_late)
         thread.start()
         drive(driver, lambda: len(results) == 2)
         thread.join()
         assert not driver.generating
-    alone = [engine().generate([tokens(text)], GREEDY)[0] for text in ("7+8+4=", "5+6=")]
-    assert [results[name].token_ids for name in ("first", "second")] == [sample.token_ids for sample in alone]
+    expected = [engine().generate([tokens(text)], GREEDY)[0] for text in ("7+8+4=", "5+6=")]
+    assert [results[name].token_ids for name in ("first", "second")] == [sample.token_ids for sample in expected]
 
 
-def test_a_turn_that_the_engine_refuses_is_that_turns_error() -> None:
+def test_turn_that_the_engine_rejects_gets_its_own_error() -> None:
     results: list[Any] = []
     with new_driver(engine()) as driver:
         driver.submit([5] * 10_000, GREEDY, results.append)
@@ -96,10 +96,10 @@ def test_a_turn_that_the_engine_refuses_is_that_turns_error() -> None:
 
 
 @pytest.mark.parametrize("make", [engine, Away])
-def test_a_cancelled_turn_is_never_heard_of(make: Callable[[], Any]) -> None:
+def test_cancelled_turn_gives_no_result(make: Callable[[], Any]) -> None:
     results: list[Any] = []
-    mine = make()
-    with new_driver(mine) as driver:
+    used_engine = make()
+    with new_driver(used_engine) as driver:
         turn = driver.submit(tokens("7+8+4="), GREEDY, results.append)
         driver.wait(1.0)
         driver.advance()
@@ -107,16 +107,16 @@ def test_a_cancelled_turn_is_never_heard_of(make: Callable[[], Any]) -> None:
         driver.submit(tokens("5+6="), GREEDY, results.append)
         drive(driver, lambda: not driver.generating)
     assert [sample.prompt_ids for sample in results] == [tuple(tokens("5+6="))]
-    if isinstance(mine, Engine):
-        assert not mine.open_requests
-        mine.check()
+    if isinstance(used_engine, Engine):
+        assert not used_engine.open_requests
+        used_engine.check()
 
 
 @pytest.mark.parametrize("make", [engine, Away])
-def test_closing_tells_whoever_waits(make: Callable[[], Any]) -> None:
+def test_closing_aborts_waiting_turns(make: Callable[[], Any]) -> None:
     results: list[Any] = []
-    mine = make()
-    with new_driver(mine) as driver:
+    used_engine = make()
+    with new_driver(used_engine) as driver:
         driver.submit(tokens("7+8+4="), GREEDY, results.append)
         driver.wait(1.0)
         driver.advance()
@@ -124,26 +124,26 @@ def test_closing_tells_whoever_waits(make: Callable[[], Any]) -> None:
     assert [type(result) for result in results] == [Aborted, Aborted]
     with pytest.raises(Aborted, match="has ended"):
         driver.submit(tokens("5+6="), GREEDY, results.append)
-    if isinstance(mine, Engine):
-        assert not mine.open_requests
-        mine.check()
+    if isinstance(used_engine, Engine):
+        assert not used_engine.open_requests
+        used_engine.check()
 
 
-def test_an_engine_that_sleeps_is_an_error() -> None:
-    mine = engine()
-    mine.sleep()
-    with new_driver(mine) as driver:
+def test_sleeping_engine_is_an_error() -> None:
+    used_engine = engine()
+    used_engine.sleep()
+    with new_driver(used_engine) as driver:
         driver.submit(tokens("5+6="), GREEDY, lambda _: None)
         with pytest.raises(RequestError, match=r"call wake\(\) first"):
             drive(driver, lambda: False)
 
 
-def test_lost_engines_are_brought_back_while_turns_wait_for_them() -> None:
-    """Only the thread that trains can do that, and it is the one that waits."""
-    away, results = Away(), list[Any]()
-    with new_driver(away) as driver, away.lock:  # until it is mended
+def test_lost_engines_are_restarted_while_turns_wait_for_them() -> None:
+    """Only the training thread can restart them, and it is the one that waits."""
+    remote_engine, results = Away(), list[Any]()
+    with new_driver(remote_engine) as driver, remote_engine.lock:  # blocks generation
         driver.submit(tokens("5+6="), GREEDY, results.append)
         driver.advance()
         driver.wait(0.01)
-        assert away.mends == 1
+        assert remote_engine.mends == 1
     assert isinstance(results[0], Aborted)

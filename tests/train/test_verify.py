@@ -1,4 +1,4 @@
-"""`plaudit verify`: a run is reproduced bit for bit, and any change is named."""
+"""`plaudit verify` reproduces a run bit for bit, and names any change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = {
     "train.checkpoint.every": 1, "train.dump": "true", "data.eval_items": 8, "sampling.max_tokens": 32,
 }  # fmt: skip
 
-GONE = 'rule = "function"\nfunction = "no_such_module:right"'
+MISSING_RULE = 'rule = "function"\nfunction = "no_such_module:right"'
 
 
 def trained(directory: Path, name: str = "sums-grpo", **keys: Any) -> Path:
@@ -49,7 +49,7 @@ def run(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_last_step_from_the_checkpoint_before_it_and_an_earlier_one_from_the_start(run: Path) -> None:
+def test_verify_recomputes_from_the_previous_checkpoint_or_from_the_start(run: Path) -> None:
     done = plaudit_here("verify", str(run))
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(
@@ -67,8 +67,8 @@ def test_without_a_dump_rewards_are_computed_again(run: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_an_evaluation_leaves_nothing_that_training_could_read(tmp_path: Path) -> None:
-    """Its KV would save the next step a prompt here and there, and change the last bits of log-probs."""
+def test_evaluation_leaves_no_kv_for_training(tmp_path: Path) -> None:
+    """Its cached KV would save the next step some prompts, and change the last bits of log-probs."""
     tree = recipe(train={"steps": 2, "eval_every": 1}, data={"eval_items": 30})
     with Run(tmp_path, tree) as run:
         training = RlTraining(tree, run, Silent())
@@ -138,7 +138,7 @@ def change_seed(run: Path) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_what_was_changed_is_named(run: Path, change: Callable[[Path], None], message: str) -> None:
+def test_changed_data_is_named(run: Path, change: Callable[[Path], None], message: str) -> None:
     change(run)
     done = plaudit_here("verify", str(run))
     assert done.returncode == 1, done.stdout
@@ -146,12 +146,12 @@ def test_what_was_changed_is_named(run: Path, change: Callable[[Path], None], me
     assert done.stdout.count("\n") == 1
 
 
-def test_samples_that_are_others_are_named_where_the_reward_is_gone(run: Path) -> None:
-    """As of a run whose reward was a function of a script."""
+def test_different_samples_are_named_also_without_the_reward(run: Path) -> None:
+    """As in a run whose reward was a function of a script."""
     change_seed(run)
     recipe = run / "recipe.toml"
-    text = re.sub(r'^rule = "exact"\nanswer = .*$', GONE, recipe.read_text(), flags=re.MULTILINE)
-    assert GONE in text
+    text = re.sub(r'^rule = "exact"\nanswer = .*$', MISSING_RULE, recipe.read_text(), flags=re.MULTILINE)
+    assert MISSING_RULE in text
     recipe.write_text(text)
     done = plaudit_here("verify", str(run))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -172,13 +172,13 @@ def test_ppo_with_a_critic_and_lora(tmp_path: Path) -> None:
         (["--step", "0"], "has steps 1 to 3; there is no step 0 to verify"),
     ],
 )
-def test_steps_that_are_not_there(run: Path, words: list[str], message: str) -> None:
+def test_missing_steps_are_rejected(run: Path, words: list[str], message: str) -> None:
     done = plaudit_here("verify", str(run), *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_a_run_that_cannot_be_made_again_says_why(run: Path) -> None:
+def test_run_that_cannot_be_reproduced_is_rejected_with_the_reason(run: Path) -> None:
     recipe = run / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('name = "colocated"', 'name = "async"'))
     done = plaudit_here("verify", str(run))
@@ -186,7 +186,7 @@ def test_a_run_that_cannot_be_made_again_says_why(run: Path) -> None:
     assert "cannot be reproduced to the bit: its placement is async" in done.stderr
 
 
-def test_a_hash_of_weights_sees_one_unit_in_the_last_place_and_two_that_change_places() -> None:
+def test_weights_digest_detects_last_place_changes_and_swapped_rows() -> None:
     weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     swapped = weights.flip(0)
     nudged = torch.nextafter(weights, torch.tensor(9.0))
@@ -208,7 +208,7 @@ def _change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _nudge(file: Path) -> None:
-    """One weight, by one unit in the last place."""
+    """Changes one weight by one unit in the last place."""
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
