@@ -18,7 +18,8 @@ HIDE = "import sys\nsys.modules['playwright'] = None\n"
 def test_page_tests_are_skipped_with_a_message_without_playwright(tmp_path: Path) -> None:
     (tmp_path / "no_playwright.py").write_text(HIDE)
     command = [sys.executable, "-m", "pytest", "-p", "no_playwright", "-p", "no:cacheprovider", *PAGES]
-    chosen = "the_page_draws or cannot_break_out"  # one that needs a browser, one that does not, and a file that is skipped entirely
+    # One test that needs a browser, one that does not, and a file that is skipped entirely.
+    chosen = "the_page_draws or cannot_break_out"
     inherited = {name: value for name, value in os.environ.items() if name != "PLAUDIT_SHARES"}
     environment = {**inherited, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     result = subprocess.run(

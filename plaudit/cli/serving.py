@@ -43,7 +43,7 @@ def serve_rewards(
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0: a free one. Default: 5555.")] = None,
     api_key: Annotated[
-        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or HOLDER=KEY; repeatable.")
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or NAME=KEY; repeatable.")
     ] = [],  # noqa: B006
     admin_key: Annotated[str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for admin routes.")] = None,
     allow_open: Annotated[
@@ -156,7 +156,7 @@ def serve_critic_model(
         bool | None, typer.Option("--resume", help="Resume from the newest save, if there is one.")
     ] = None,
     api_key: Annotated[
-        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or HOLDER=KEY; repeatable.")
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="An API key, or NAME=KEY; repeatable.")
     ] = [],  # noqa: B006
     admin_key: Annotated[
         str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for routes that change the critic.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
@@ -48,6 +48,16 @@ class ModelTable(Table):
         if (self.path is None) == (self.new is None):
             raise ValueError("give either model.path or a [model.new] table, and not both")
         return self
+
+
+EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
+"""Names of an expert's layers, which dense layers and shared experts have too."""
+
+
+def names_experts(targets: Sequence[str]) -> bool:
+    """Whether LoRA targets include layer names that experts have; "all-linear" does not mean experts."""
+    named = () if targets == "all-linear" else targets
+    return any(name.rpartition(".")[2] in {*EXPERT_LAYERS, "gate_up_proj", "experts"} for name in named)
 
 
 class LoraTable(Table):

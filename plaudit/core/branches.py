@@ -92,9 +92,9 @@ class Branches:
         self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
         seeds: Sequence[int], steps: int | None = None,
     ) -> list[list[Continuation]]:  # fmt: skip
-        """What `Engine.generate` gives for these prompts, except what the host tests after every token: constraints,
-        and stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are expected to have:
-        after so many, those that have ended make way for others."""
+        """What `Engine.generate` gives for these prompts. What the host must check after every token is rejected:
+        constraints, and stop strings for which `stop_tokens` has no ids. `steps`: the length that most samples are
+        expected to have: after so many, those that have ended make way for others."""
         ends: dict[int, _End] = {}
         rows: list[_Row] = []
         for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
@@ -149,13 +149,20 @@ class Branches:
 
     def _end(self, params: SamplingParams) -> _End:
         stops = self._intake.check_params(params)
+        if params.json_schema is not None or params.regex is not None:
+            raise RequestError("branches do not constrain samples by json_schema or regex: use Engine.generate")
         if not params.stop:
             return _End(stops, None, stops)
         text = stop_tokens(self._intake.tokenizer, params.stop)
-        if text.ids is None or params.min_tokens:
+        if params.min_tokens:
             raise RequestError(
-                f"no list of token ids says where the stop strings {list(params.stop)} may be complete (min_tokens "
-                f"{params.min_tokens}): use Engine.generate, which tests the text of every token"
+                f"branches do not support min_tokens = {params.min_tokens} together with stop strings: use "
+                "Engine.generate"
+            )
+        if text.ids is None:
+            raise RequestError(
+                f"the stop strings {list(params.stop)} have no list of token ids at which they can be complete: use "
+                "Engine.generate, which checks the text after every token"
             )
         return _End(stops, text, stops | text.ids)
 
@@ -260,7 +267,9 @@ class Branches:
         if self._sampler is None or self._sampler[0] != running:
             params, keys, ends = ([getattr(row, name) for row in running] for name in ("params", "key", "end"))
             self._sampler = list(running), Sampler(params, keys, [end.stops for end in ends], self._runner.hashes)
-        return self._sampler[1]
+        sampler = self._sampler[1]
+        sampler.begin([row.tokens for row in running], [row.begin for row in running], [None] * len(running))
+        return sampler
 
     def _ended(self, key: Hashable, row: _Row) -> Continuation:
         assert row.finish is not None

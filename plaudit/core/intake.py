@@ -163,7 +163,9 @@ class Intake:
             raise RequestError(f"{len(ids)} sequences and {len(positions)} lists of positions: give one per sequence")
         for s, at in zip(ids, positions, strict=True):
             if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < len(s)):
-                raise RequestError(f"positions {list(at)} must be ascending and within 0..{len(s) - 1}, the sequence")
+                raise RequestError(
+                    f"positions {list(at)} must be ascending and within 0..{len(s) - 1}, the sequence's tokens"
+                )
             if logprobs and at and at[-1] == len(s) - 1 and NEXT in (columns or ()):
                 raise RequestError(f"position {at[-1]} is the last: no token follows it whose log-prob could be read")
         if columns is None:

@@ -215,7 +215,7 @@ def demand(options: PlanOptions) -> Demand:
               "--for": options.recipe, "--explain": options.explain, "--page": options.page,
               "--generation-hardware": options.generation_hardware}  # fmt: skip
     if unread := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(f"--serve plans a reward service, of which {', '.join(unread)} says nothing: leave it out")
+        raise ConfigError(f"--serve plans a reward service, to which {', '.join(unread)} does not apply: remove it")
     if options.model:
         raise ConfigError(
             f"--model {options.model} plans a training run and --serve {options.serve} a service: give one"

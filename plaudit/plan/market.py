@@ -245,8 +245,8 @@ def market(options: PlanOptions) -> Market:
     """Build the `Market` from the command-line options."""
     if options.hardware or options.generation_hardware:
         given = "--hardware" if options.hardware else "--generation-hardware"
-        raise ConfigError(f"{given} says what there is, and --budget, --deadline and --goal ask what to rent: leave "
-                          f"out {given}, or those; --compare limits the accelerators")  # fmt: skip
+        raise ConfigError(f"{given} is hardware that you have, and --budget, --deadline and --goal recommend what to "
+                          f"rent: remove {given}, or those; --compare limits the accelerators")  # fmt: skip
     budget, deadline = _budget(options.budget), _deadline(options.deadline)
     goal = options.goal or ("cost" if math.isfinite(deadline) else "time")
     if goal not in GOALS:

@@ -13,14 +13,14 @@ class PlanOptions:
     hardware: Annotated[
         str | None, Option(help="Nodes x devices x accelerator: 8x8xH100, 64xH100, H100. Default: 1x8xH100.")
     ] = None
-    algorithm: Annotated[str, Option(help="ppo, grpo, dapo, ...; says which models there are.")] = "grpo"
+    algorithm: Annotated[str, Option(help="ppo, grpo, dapo, ...: determines which models a step needs.")] = "grpo"
     prompt: Annotated[float | None, Option(help="Mean tokens of a prompt. Default: 512.")] = None
     response: Annotated[float | None, Option(help="Mean tokens of a response. Default: 1024.")] = None
     max_response: Annotated[float, Option(help="Longest response. Default: twice the mean.")] = 0
     batch: Annotated[int, Option(help="Responses in a step.")] = 1024
     samples: Annotated[int, Option(help="Responses to each prompt. Default: 8 for GRPO and its like, else 1.")] = 0
     updates: Annotated[int, Option(help="Optimizer steps in a step: epochs times minibatches.")] = 1
-    epochs: Annotated[int, Option(help="How often a step's responses are gone through.")] = 1
+    epochs: Annotated[int, Option(help="Passes over a step's responses.")] = 1
     steps: Annotated[int, Option(help="Steps of the run, for its cost.")] = 1000
     reward: Annotated[str | None, Option(metavar="MODEL", help="A reward model. Default: a rule.")] = None
     critic: Annotated[str | None, Option(metavar="MODEL", help="PPO's critic. Default: as the policy.")] = None
@@ -31,16 +31,17 @@ class PlanOptions:
     placement: Annotated[list[str], Option(help="Only this placement; repeatable.")] = field(default_factory=list)
     channel: Annotated[str | None, Option(help="How weights travel: broadcast, reshard, disk, ...")] = None
     staleness: Annotated[int, Option(help="async: updates that a response may be behind.")] = 1
-    generation_hardware: Annotated[str | None, Option(help="Generation on hardware of its own: 2x8xH200.")] = None
+    generation_hardware: Annotated[str | None, Option(help="Separate hardware for generation: 2x8xH200.")] = None
     compare: Annotated[
         str | None,
         Option(metavar="A,B,C", help="Rank these accelerators, or rent one of them."),
     ] = None
     price: Annotated[str, Option(help="low, mid, high (on demand), 3yr, owned, or $ per device and hour.")] = "mid"
-    budget: Annotated[str | None, Option(metavar="$/h", help="What to rent for so much: 60/h.")] = None
-    deadline: Annotated[str | None, Option(help="What to rent so that --steps end in time: 90m, 24h, 7d.")] = None
+    budget: Annotated[str | None, Option(metavar="$/h", help="What to rent within this budget: 60/h.")] = None
+    deadline: Annotated[str | None, Option(help="What to rent to finish --steps in time: 90m, 24h, 7d.")] = None
     goal: Annotated[
-        str | None, Option(help="Of what to rent: cost, time or energy. Default: time, with a deadline cost.")
+        str | None,
+        Option(help="What renting minimises: cost, time, energy. Default: time; cost with --deadline."),
     ] = None
     serve: Annotated[str | None, Option(metavar="MODEL", help="Plan a reward service; with --rate and --p99.")] = None
     rate: Annotated[float | None, Option(help="--serve: items per second.")] = None
@@ -54,7 +55,7 @@ class PlanOptions:
     ] = None
     pools: Annotated[
         float | None,
-        Option(metavar="SECONDS", help="Prefill, decode and training apart: accelerator and number for such a step."),
+        Option(metavar="SECONDS", help="Separate pools for prefill, decode and training that reach this step time."),
     ] = None
     power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from plaudit.config.supervised import names_experts
 from plaudit.plan.cost.plans import Plan
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES
@@ -30,9 +31,9 @@ def unsupported(workload: Workload) -> Mapping[str, str]:
     """Requirements of a run that no plan of ours supports on any hardware, with the fix for each."""
     dtype, engine = workload.dtype, workload.engine_dtype
     lacks = {
-        f"training in {dtype}": (dtype not in ("bf16", "fp32"), "take --dtype bf16"),
-        f"rollouts in {engine} of a policy in {dtype}": (engine != dtype, "leave out --generation-dtype"),
-        f"cache in {workload.kv_dtype}": (DTYPE_BYTES[workload.kv_dtype] < 2, "take --kv-dtype bf16"),
+        f"training in {dtype}": (dtype not in ("bf16", "fp32"), "set --dtype bf16"),
+        f"rollouts in {engine} of a policy in {dtype}": (engine != dtype, "remove --generation-dtype"),
+        f"cache in {workload.kv_dtype}": (DTYPE_BYTES[workload.kv_dtype] < 2, "set --kv-dtype bf16"),
     }
     return {name: cure for name, (true, cure) in lacks.items() if true}
 
@@ -67,6 +68,9 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "data parallelism without FSDP": training.dp * training.cp > 1 and training.zero < 3,
         "tensor parallelism of experts": model.experts > 0 and training.ep % training.tp > 0,
         "tensor parallelism that cuts key-value heads": cuts_keys(model, training.tp),
+        "adapter of experts that ranks split": model.experts > 0
+        and names_experts(workload.lora_targets)
+        and (generation.tp > 1 or training.ep > 1),
         "reference on the host": training.park,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }

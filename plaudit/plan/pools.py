@@ -232,7 +232,7 @@ def plan_pools(options: PlanOptions, planned: Callable[[Market], Market]) -> Poo
               "--generation-hardware": options.generation_hardware}  # fmt: skip
     for name, value in others.items():
         if value is not None:
-            raise ConfigError(f"--pools says how many devices of what it takes: leave out {name}")
+            raise ConfigError(f"--pools computes the devices itself: remove {name}")
     of = planned(market(replace(options, goal="cost", deadline=f"{limit * options.steps / 3600}h")))
     search = PoolSearch(of, limit)
     apart, two = search.arrange("prefill", "decode"), search.arrange("generation")

@@ -82,7 +82,7 @@ def recipe_for(recipe: RlRecipe, outcome: Outcome) -> tuple[str, Prediction]:
     for prediction in outcome.runnable:
         try:
             return _planned(recipe, prediction, several_nodes), prediction
-        except ValidationError as error:  # an adapter on several ranks, for example; the next plan may avoid it
+        except ValidationError as error:  # the next plan may avoid it
             refused = error.errors()[0]["msg"]
     raise ConfigError(f"no recipe was written: {refused}" if refused else f"no recipe was written. {outcome.headline}")
 

@@ -124,8 +124,7 @@ class Timeline:
         if sum(idle.values()) >= 0.1 * self.peak.total:
             waiting = ", ".join(name for name, _ in sorted(idle.items(), key=lambda item: -item[1]))
             return (
-                f'{size(sum(idle.values()))} of it are idle there ({waiting}): placement.name = "swapped" offloads '
-                "them."
+                f'{size(sum(idle.values()))} of it is idle there ({waiting}): placement.name = "swapped" offloads them.'
             )
         owner = max(
             (name for name in self.peak.fullest if name not in NOBODY), key=self.peak.fullest.__getitem__, default=""

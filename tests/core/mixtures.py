@@ -14,6 +14,7 @@ from transformers import (
     FlexOlmoConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    LagunaConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -57,6 +58,12 @@ OTHERS: dict[str, Any] = {  # tested on several ranks only
     "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
     "minimax_m2": MiniMaxM2Config(
         **SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, scoring_func="sigmoid"
+    ),
+    "laguna": LagunaConfig(  # each layer has its own number of heads, and two ranks share a key-value head
+        **{**SIZES, "num_key_value_heads": 1}, head_dim=8, num_attention_heads_per_layer=[4, 8, 4], num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
     ),
     "phimoe": PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, attention_bias=True),
 }  # fmt: skip

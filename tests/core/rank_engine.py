@@ -34,11 +34,12 @@ CASES = {
     "one_key-causal": ("one_key", "causal"), "deepseek_v2-causal": ("deepseek_v2", "causal"),
     "deepseek_v3-causal": ("deepseek_v3", "causal"), "olmo2-causal": ("olmo2", "causal"),
 }  # fmt: skip
+UNSTAGED = {"nanochat-causal": ("nanochat", "causal")}  # without a pipeline plan
 MIXED = {f"{family}-mixture": (family, "causal") for family in {**MIXTURES, **OTHERS}}
 
 
 def module(case: str) -> Any:
-    family, kind = {**CASES, **MIXED}[case]
+    family, kind = {**CASES, **UNSTAGED, **MIXED}[case]
     if case in MIXED:
         return mixture(family)
     if kind != "value":
@@ -56,7 +57,7 @@ def scored(vocabulary: int) -> list[list[int]]:
 
 def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     """Scores with and without the cache of sequences that share prefixes; for a causal LM also samples."""
-    kind = {**CASES, **MIXED}[case][1]
+    kind = {**CASES, **UNSTAGED, **MIXED}[case][1]
     ids = scored(engine.decoder.vocab_size)
     positions = [[0, len(s) // 2, len(s) - 1] for s in ids]
     columns = [3, 5] if kind == "causal" else None

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,8 +48,9 @@ def results_of(branched: list[list[Continuation]]) -> list[list[tuple[tuple[int,
 
 
 def check_random_search(
-    engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3, stops: tuple[str, ...] = ()
-) -> None:
+    engine: Engine, reference: Engine, levels: int = 4, width: int = 6, keep: int = 3, stops: tuple[str, ...] = (),
+    **options: Any,
+) -> None:  # fmt: skip
     """A random search: the samples of every level are compared bit for bit, and some paths are dropped."""
     rng, branches = random.Random(3), engine.branches()
     open_paths: list[tuple[list[int], Place | None]] = [(path, None) for path in ids(engine)]
@@ -56,7 +58,7 @@ def check_random_search(
         paths, places = [path for path, _ in open_paths], [place for _, place in open_paths]
         ids_of_stops = () if stops else (stop(engine),)
         params = [
-            SamplingParams(n=rng.randint(1, width), max_tokens=9, stop=stops, stop_token_ids=ids_of_stops)
+            SamplingParams(n=rng.randint(1, width), max_tokens=9, stop=stops, stop_token_ids=ids_of_stops, **options)
             for _ in paths
         ]
         seeds = [rng.randrange(2**60) for _ in paths]
@@ -90,10 +92,31 @@ def test_stop_strings_end_branches_where_generate_ends_samples(reference: Engine
     assert engine.stats().tokens_shared > 0
 
 
-def test_stop_strings_that_must_be_checked_per_token_are_rejected(reference: Engine) -> None:
-    params = SamplingParams(max_tokens=5, stop=("=1",), min_tokens=2)
-    with pytest.raises(RequestError, match="no list of token ids"):
-        reference.branches().sample(ids(reference)[:1], [None], [params], [1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "stops": ("+", "9;")},
+        {"presence_penalty": 0.7, "bad_words_ids": (7,), "temperature": 0.8, "top_p": 0.9},
+    ],
+)
+def test_penalties_and_filters_apply_to_branches_as_in_generate(reference: Engine, options: dict[str, Any]) -> None:
+    check_random_search(Engine.load("sums-policy", device="cpu", look_every=2), reference, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stop": ("=1",), "min_tokens": 2}, "min_tokens = 2 together with stop strings"),
+        ({"regex": "[0-9]+"}, "do not constrain samples by json_schema or regex"),
+        ({"json_schema": {"type": "integer"}}, "do not constrain samples by json_schema or regex"),
+    ],
+)
+def test_options_that_must_be_checked_per_token_are_rejected(
+    reference: Engine, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        reference.branches().sample(ids(reference)[:1], [None], [SamplingParams(max_tokens=5, **options)], [1])
 
 
 @pytest.mark.parametrize("limits", [{"max_running": 4}, {"budget": 12, "max_running": 5}, {"look_every": 2}])

@@ -17,7 +17,7 @@ from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
 from plaudit.models.weights import Cut
-from tests.core.mixtures import VOCAB
+from tests.core.mixtures import VOCAB, mixture
 from tests.core.rank_engine import CASES, MIXED, answers, module, scored
 from tests.core.tiny import GROUPED, SIZES, model, plain_logprobs
 from tests.forked import run_all
@@ -42,6 +42,11 @@ def run_ranks(out: Path, device: str, size: int, *worlds: int, cases: Iterable[s
 @pytest.mark.parametrize("stages", [1, 2])
 def test_two_ranks_match_one(case: str, stages: int, on_two: Path) -> None:
     check(on_two / str(stages), case)
+
+
+def test_norms_without_weights_are_not_split(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "cpu", 2, 1, cases=["nanochat-causal"])
+    check(tmp_path / "1", "nanochat-causal")
 
 
 @pytest.mark.slow
@@ -130,6 +135,10 @@ def test_indivisible_heads_are_rejected_with_the_equation() -> None:
     six = LlamaConfig(**{**SIZES, "num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4)
     with pytest.raises(ModelError, match=r"12 / 6 = 2, 4 / 6 = 0\.666667, 6 / 4 = 1\.5"):
         list(split_parts(trunk(LlamaForCausalLM(six)), 6))
+    laguna = trunk(mixture("laguna"))
+    laguna.layers[1].self_attn.num_heads = 6
+    with pytest.raises(ModelError, match=r"6 attention heads of layers.1.self_attn.q_proj .* 6 / 4 = 1\.5"):
+        list(split_parts(laguna, 4, dealt=True))
     with pytest.raises(ModelError, match="which Plaudit does not support"):
         list(split_parts(trunk(model("olmo2")), 2))
 

@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -44,6 +45,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=7, layer_types=LAYERS),
     "gpt_neox": GPTNeoXConfig(**SIZES),
     "olmo2": Olmo2Config(**GROUPED),
+    "nanochat": NanoChatConfig(**GROUPED),  # norms without weights
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, sliding_window=None),
     "gpt_oss": GptOssConfig(
         **GROUPED, head_dim=16, sliding_window=7, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2

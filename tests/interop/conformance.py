@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "protocols" / "conformance.md"
 HOWS = {
     "package": "the project's own code, installed from its package, with nothing changed but the URL",
-    "server": "the project's own server, installed from its package, is asked the same and answers the same",
+    "server": "the project's own server, installed from its package, gets the same requests and gives the same answers",
     "loop": "its requests, timeouts and tries, written again from its source: the project cannot be installed beside a "
     "test on a CPU",
     "shapes": "bodies and replies of its documentation and source; none of its code runs",
@@ -53,7 +53,7 @@ CLIENTS = (
         "0.7.0",
         "nvidia-pytriton",
         "",
-        "a text that is too long is an error unless `exceeded` is asked for",
+        "a text that is too long is an error unless `exceeded` is set",
     ),
     Client(
         "NeMo-Aligner",
@@ -328,7 +328,7 @@ def page() -> str:
 
 
 # Where the status codes of the original servers come from.
-COMPARED = {"triton": "PyTriton 0.7.0, asked", "vllm": "vLLM 0.32.0, asked"}
+COMPARED = {"triton": "PyTriton 0.7.0", "vllm": "vLLM 0.32.0"}
 RECORDED = {
     "openrlhf": "source of `serve_rm`: it reads JSON by hand and cuts what is too long",
     "openr": "source of its worker: it reads JSON by hand, and scores what is empty or too long somehow",

@@ -126,7 +126,7 @@ def test_a_model_larger_than_a_device_uses_tensor_parallelism() -> None:
         ({"p99": -1.0}, r"--p99 -1: expected more than zero"),
         ({"p99": 0.001}, r"no accelerator answers 100 items/s .* one item of [\d,]+ tokens alone takes"),
         ({"hardware": "8xH100"}, r"--hardware 8xH100: --serve says how many devices it takes; .*--compare"),
-        ({"budget": "60/h", "goal": "cost"}, r"of which --budget, --goal says nothing: leave it out"),
+        ({"budget": "60/h", "goal": "cost"}, r"to which --budget, --goal does not apply: remove it"),
         ({"model": "qwen2.5-7b"}, r"--model qwen2.5-7b plans a training run and --serve llama-3.1-8b a service"),
     ],
 )

@@ -93,7 +93,7 @@ def test_power_cost_is_added_to_a_given_price() -> None:
         ({"deadline": "soon"}, r"--deadline soon: expected minutes, hours or days"),
         ({"goal": "time"}, r"--goal time without --budget has no end"),
         ({"goal": "tim", "budget": "9/h"}, r"unknown goal 'tim'; did you mean 'time'"),
-        ({"budget": "9/h", "hardware": "8xH100"}, r"--hardware says what there is, and --budget"),
+        ({"budget": "9/h", "hardware": "8xH100"}, r"--hardware is hardware that you have, and --budget"),
         ({"budget": "60/h", "compare": "H100,GB200"}, r"--price mid: no such price of GB200 .*--price 3yr or owned"),
         ({"budget": "60/h", "deadline": "1m"}, r"1000 steps take .* at least for \$60/h, on .*take --deadline \d+h"),
         ({"budget": "60/h", "power_price": 0.1}, r"--power-price 0.1 goes with a price of yours"),

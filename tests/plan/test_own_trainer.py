@@ -143,6 +143,16 @@ def test_supported_expert_parallel_layouts_with_fsdp(
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
 
 
+@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")])
+def test_adapters_of_experts_are_unsupported_where_ranks_split_the_experts(targets: tuple[str, ...]) -> None:
+    work = Workload(ModelShape.named("qwen3-30b-a3b"), lora_rank=16, lora_targets=targets)
+    lacking = ("adapter of experts that ranks split",) if "gate_proj" in targets else ()
+    whole = TrainingLayout(dp=8, zero=3)
+    assert missing(work, plan("hybrid", 8, GenerationLayout(pp=2), whole)) == ()
+    assert missing(work, plan("hybrid", 8, GenerationLayout(2), whole)) == lacking
+    assert missing(work, plan("hybrid", 8, GenerationLayout(), replace(whole, ep=4))) == lacking
+
+
 def test_engine_tensor_ranks_that_do_not_divide_the_experts_are_unsupported() -> None:
     uneven = replace(ModelShape.named("qwen3-30b-a3b"), experts=66)
     of = plan("hybrid", 8, GenerationLayout(4), TrainingLayout(dp=8, ep=2, zero=3))
@@ -259,9 +269,9 @@ def test_pools_use_exactly_the_devices_of_the_cluster() -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"generation_dtype": "fp8"}, "no rollouts in fp8 of a policy in bf16: leave out --generation-dtype"),
-        ({"dtype": "fp8"}, "no training in fp8: take --dtype bf16"),
-        ({"kv_dtype": "fp8"}, "no cache in fp8: take --kv-dtype bf16"),
+        ({"generation_dtype": "fp8"}, "no rollouts in fp8 of a policy in bf16: remove --generation-dtype"),
+        ({"dtype": "fp8"}, "no training in fp8: set --dtype bf16"),
+        ({"kv_dtype": "fp8"}, "no cache in fp8: set --kv-dtype bf16"),
         ({"channel": "tensors", "placement": ["disaggregated"]}, "no tensors channel: take --channel broadcast"),
     ],
 )  # fmt: skip

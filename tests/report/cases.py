@@ -205,7 +205,7 @@ def _runs(shapes: Mapping[str, Shape], changed: Mapping[str, Shape], seeds: rang
 
 def table() -> str:
     """The table in docs/report.md."""
-    lines = ["| diagnosis | told where it should be | told where it should not |", "| --- | --- | --- |"]
+    lines = ["| diagnosis | reported where it should be | reported where it should not be |", "| --- | --- | --- |"]
     for name, count in counts().items():
         lines.append(f"| {name} | {_rate(count.hits, count.shown)} | {_rate(count.false, count.quiet)} |")
     return "\n".join(lines) + "\n"

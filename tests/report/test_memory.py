@@ -36,7 +36,7 @@ def test_the_peak_is_reported_with_its_owners() -> None:
     )
     assert line.idle() == {"reference weights": 2 * GIB, "KV": 8 * GIB}
     assert line.cure() == (
-        '10 GiB of it are idle there (KV, reference weights): placement.name = "swapped" offloads them.'
+        '10 GiB of it is idle there (KV, reference weights): placement.name = "swapped" offloads them.'
     )
     generate, update = line.cycle()
     assert generate.start["KV"] == 0

@@ -202,7 +202,7 @@ def test_setups_that_record_no_experts_are_rejected(tables: dict[str, Any], why:
 
 def test_unsupported_runs_are_rejected_before_a_model_is_loaded(tmp_path: Path) -> None:
     tree = recipe(train={"routing_replay": True})
-    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="sums-policy has no experts: leave it"):
+    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="sums-policy has no experts: remove it"):
         RlTraining(tree, run, Silent())
     with pytest.raises(ConfigError, match=r'on a CPU, and this run is on cuda: set model\.device = "cpu"'):
         check_routing(recipe(model={"device": "cuda"}, train={"routing_replay": True}))

@@ -40,11 +40,9 @@ MANY = Tiles(128, 256, 64, 8, 3)
 class Routes:
     """The pairs of tokens and experts, sorted by expert."""
 
-    order: Tensor  # (pairs,): the pair at each place in the sorted order
-    ends: Tensor  # (experts,): the place after an expert's last pair
-    blocks: (
-        Tensor  # (3, blocks): the expert, the first place and the place after the expert's last pair; some are empty
-    )
+    order: Tensor  # (pairs,): the pair at each position of the sorted order
+    ends: Tensor  # (experts,): the position after an expert's last pair
+    blocks: Tensor  # (3, blocks): expert, first position, position after the expert's last pair; some are empty
     choices: int  # experts per token
     tiles: Tiles
     partial: bool = False  # some pairs have an expert of another rank

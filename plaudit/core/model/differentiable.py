@@ -149,7 +149,7 @@ def experts(module: Any, silu: bool, x: Tensor, ids: Tensor, weights: Tensor) ->
     )
     if module.is_transposed:
         first, down = first.transpose(1, 2), down.transpose(1, 2)
-    routes, choices = kernels.routes(ids, first.shape[0], module._is_expert_parallel), ids.shape[1]
+    routes, choices = kernels.routes(ids, first.shape[0], getattr(module, "_is_expert_parallel", False)), ids.shape[1]
     if silu and bias is None and not _wanted(x, first):
         inner = kernels.expert_product(x, first, None, routes, choices, gated=True)
     else:

@@ -164,10 +164,11 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
         cuts[f"{prefix}.{name}.weight"] = cut
         if part.bias is not None and style == "colwise":
             cuts[f"{prefix}.{name}.bias"] = cut
-    heads, keys = _heads(base)
-    for attention in base.modules() if keys < size else ():
-        if hasattr(attention, "num_key_value_groups"):  # where transformers' own attention reads it
-            attention.num_key_value_groups = heads // size  # type: ignore[assignment]
+    keys = _heads(base)[1]
+    for part in base.modules() if keys < size else ():
+        if hasattr(part, "num_key_value_groups"):  # where transformers' own attention reads it
+            attention: Any = part
+            attention.num_key_value_groups = attention.num_key_value_groups * keys // size
     return cuts
 
 
@@ -206,9 +207,14 @@ def _narrow_heads(
             own = getattr(part, beside, None)
             if own is None or f"{home}.{name}" not in split:
                 continue
-            whole = own if isinstance(own, nn.Parameter) else own.weight
-            if isinstance(own, nn.Module) and len(whole) == attention.head_dim:
+            whole = own if isinstance(own, nn.Parameter) else getattr(own, "weight", None)
+            if whole is None or (isinstance(own, nn.Module) and whole.shape == (attention.head_dim,)):
                 continue  # a norm per head
+            if isinstance(own, nn.Module) and whole.ndim > 1:
+                raise ModelError(
+                    f"{home}.{beside} has a weight for each head, {tuple(whole.shape)}, which Plaudit does not split: "
+                    "set tensor_parallel = 1"
+                )
             parts, size = split[f"{home}.{name}"].parts, place.tensor_parallel
             count, index = len(whole) // parts, place.share * parts // size
             setattr(part, beside, _blank(whole, count) if whole is own else FullNorm(own, count, size // parts))
@@ -288,6 +294,8 @@ def split_parts(
     keys = _heads(base)[1]
     for whole, part, style in matrices:
         shared = keys < size and whole.rpartition(".")[2] in KEYS_AND_VALUES
+        if whole.endswith("q_proj"):
+            _check_own_heads(base, whole, size)
         for name, linear in [] if style == SUMMED else _matrices(whole, part, style):
             matrix = SplitMatrix(name, linear, style, keys if shared else size)
             if matrix.features % matrix.parts:
@@ -345,6 +353,17 @@ def planned(
             f"{type(base).__name__} has no tensor-parallel plan for its matrices: set tensor_parallel = 1"
         )  # fmt: skip
     return parts
+
+
+def _check_own_heads(base: nn.Module, name: str, size: int) -> None:
+    """The head count of a layer can differ from the config's."""
+    attention: Any = base.get_submodule(name.rpartition(".")[0])
+    heads = getattr(attention, "num_heads", None)
+    if heads is not None and heads % size:
+        raise ModelError(
+            f"{heads} attention heads of {name} are not divisible by tensor_parallel = {size}: {heads} / {size} = "
+            f"{heads / size:g}"
+        )
 
 
 def check_heads(base: nn.Module, size: int, own: Mapping[str, str] | None = None) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from plaudit.config import RlRecipe
 from plaudit.config.reward import LogprobsTable
-from plaudit.config.supervised import LoraTable
+from plaudit.config.supervised import LoraTable, names_experts
 from plaudit.core import Engine
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import REPLY_BYTES, Leader, follow
@@ -37,7 +37,7 @@ from plaudit.place.workers import frames
 from plaudit.process.guard import Guard
 from plaudit.reward.load import LoadedPart, load_part
 from plaudit.serve.workers.ranks import RankGroup, lead_here, run_rank
-from plaudit.train.policy.lora import attach_blank, beside_experts
+from plaudit.train.policy.lora import attach_blank
 
 ERROR_CHARACTERS = REPLY_BYTES // 4
 
@@ -54,7 +54,7 @@ def check_engine_ranks(recipe: RlRecipe) -> None:
         except ModelError as error:
             raise ConfigError(f"resources.rollout: {error}") from error
         dealt = any(isinstance(part, OwnExperts) for part in module.modules())
-        if dealt and adapter is not None and beside_experts(adapter):
+        if dealt and adapter is not None and names_experts(adapter.targets):
             raise ConfigError(
                 "model.lora.targets names layers of experts, which resources.rollout.tensor_parallel = "
                 f"{table.tensor_parallel} splits by whole experts: target attention layers, or set tensor_parallel = 1"

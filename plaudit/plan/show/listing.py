@@ -138,7 +138,7 @@ def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]
 
 def _print_phases(best: Prediction, console: Console) -> None:
     table = Table(
-        title=f"the {'nearest' if best.shortages else 'first of these'}, phase by phase",
+        title=f"the {'nearest' if best.shortages else 'first plan'} by phase",
         title_style="dim",
         title_justify="left",
         box=None,
@@ -148,7 +148,7 @@ def _print_phases(best: Prediction, console: Console) -> None:
         table.add_column(heading)
     for heading in ("seconds", "GB per device"):
         table.add_column(heading, justify="right")
-    table.add_column("the most of it")
+    table.add_column("largest parts")
     for phase in best.phases:
         largest = sorted(phase.memory.parts, key=lambda part: -part.value)[:3]
         most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in largest)

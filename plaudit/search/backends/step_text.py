@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from plaudit.core.text import INCOMPLETE
 from plaudit.models.text import decodes_apart
 
 TEXTS_KEPT = 1 << 13  # siblings repeat each other, and so do the steps of one question
-HALF = "\ufffd"  # the decoding of an incomplete character
 
 
 class StepText:
@@ -22,7 +22,7 @@ class StepText:
 
     def __call__(self, response_ids: Sequence[int], text: str, tokens: tuple[int, ...]) -> str:
         """The text that these tokens add to `text`, the text of the previous steps."""
-        if self._alone is not None and HALF not in text:
+        if self._alone is not None and INCOMPLETE not in text:
             return self._alone(tokens)
         whole: str = self.tokenizer.decode([*response_ids, *tokens], skip_special_tokens=True)
         return whole[len(text) :] if whole.startswith(text) else str(self.tokenizer.decode(tokens))

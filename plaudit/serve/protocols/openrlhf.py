@@ -29,7 +29,7 @@ class Queries(msgspec.Struct):
         query, prompt = self.query[place], self._beside(self.prompts, place)
         if not isinstance(prompt, str) or prompt not in query:
             raise HttpError(
-                422, "unsupported_form", f"query[{place}] does not begin with prompts[{place}], but a rule, judge or "
+                422, "unsupported_form", f"query[{place}] does not contain prompts[{place}], but a rule, judge or "
                 "blend needs to know where the response begins",
             )  # fmt: skip
         response = query[query.index(prompt) + len(prompt) :]

@@ -193,7 +193,7 @@ class Link:
                     # The cached scores are of the other version, and would be mixed with new ones.
                     connection.end(
                         "its files, or the code that reads them, have changed on disk: swap the model, or restart "
-                        "the server again"
+                        "the server"
                     )
                     return
                 self.hello = frame

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.config.supervised import LoraTable
+from plaudit.config.supervised import EXPERT_LAYERS, LoraTable
 from plaudit.errors import ConfigError
 from plaudit.models.fresh import seeded
 
 NAME = "policy"
-OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 def attach(module: Any, table: LoraTable, seed: int) -> None:
@@ -67,13 +66,7 @@ def linear_layers(module: Any) -> list[str]:
     head = module.get_output_embeddings()
     mixture = any(".experts." in name for name, _ in module.named_parameters())
     names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    return [name for name in names if not (mixture and name.rpartition(".")[2] in OF_EXPERTS)]
-
-
-def beside_experts(table: LoraTable) -> bool:
-    """Whether the targets include layer names that experts have."""
-    named = () if table.targets == "all-linear" else table.targets
-    return any(name.rpartition(".")[2] in {*OF_EXPERTS, "gate_up_proj", "experts"} for name in named)
+    return [name for name in names if not (mixture and name.rpartition(".")[2] in EXPERT_LAYERS)]
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.config import RlRecipe
 from plaudit.config.placement import RanksTable
-from plaudit.config.supervised import ModelTable, PolicyModelTable
+from plaudit.config.supervised import ModelTable, PolicyModelTable, names_experts
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.model.packing import use_packed_attention
@@ -65,10 +65,10 @@ def check_routing(recipe: RlRecipe) -> None:
     if others := sorted(devices - {"cpu"}):
         raise ConfigError(
             f"train.routing_replay records experts on a CPU, and this run is on {', '.join(others)}: set model.device "
-            '= "cpu", or leave it out'
+            '= "cpu", or remove it'
         )
     if "expert" not in (resolve(recipe.model.path) / "config.json").read_text(encoding="utf-8"):
-        raise ConfigError(f"train.routing_replay is for mixtures, and {recipe.model.path} has no experts: leave it out")
+        raise ConfigError(f"train.routing_replay is for mixtures, and {recipe.model.path} has no experts: remove it")
 
 
 def check_ranks(recipe: RlRecipe) -> None:
@@ -84,10 +84,10 @@ def check_layout(resources: RanksTable, table: ModelTable, others: Sequence[str 
     if resources.context_parallel == size == stages == 1:
         return
     adapter = table.lora if isinstance(table, PolicyModelTable) else None
-    if size > 1 and adapter is not None and lora.beside_experts(adapter):
+    if size > 1 and adapter is not None and names_experts(adapter.targets):
         raise ConfigError(
-            f"model.lora.targets names layers of experts, which resources.expert_parallel = {size} deals out whole: "
-            "name those of attention, or set expert_parallel = 1"
+            f"model.lora.targets names layers of experts, which resources.expert_parallel = {size} "
+            "splits by whole experts: target attention layers, or set expert_parallel = 1"
         )
     for path in dict.fromkeys([table.path, *others]):
         if path is None:

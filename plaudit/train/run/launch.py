@@ -55,7 +55,7 @@ class Child:
             return f"ended with code {code}"
         self.words.seek(max(0, self.words.seek(0, os.SEEK_END) - SHOWN))
         lines = self.words.read().decode(errors="replace").strip().splitlines()
-        return f"ended with code {code}: {lines[-1].removeprefix('plaudit: ') if lines else 'it said nothing'}"
+        return f"ended with code {code}: {lines[-1].removeprefix('plaudit: ') if lines else 'no output'}"
 
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:

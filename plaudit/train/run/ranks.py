@@ -214,7 +214,7 @@ def named_losses() -> Iterator[None]:
     except RuntimeError as error:
         if not is_loss(error):
             raise
-        raise RankLost(f"another rank is gone or late: {str(error).splitlines()[0]}") from error
+        raise RankLost(f"another rank has exited or does not respond: {str(error).splitlines()[0]}") from error
 
 
 def is_loss(error: BaseException) -> bool:

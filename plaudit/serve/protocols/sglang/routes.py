@@ -252,7 +252,7 @@ def _generate_works(tokens: list[int], wish: LogprobRequest) -> tuple[Work | Non
     start = count if wish.start is None else wish.start
     if start > count:
         raise HttpError(
-            400, "refused", f"logprob_start_len is {start}; expected less than the {count} tokens of the input"
+            400, "refused", f"logprob_start_len is {start}; expected at most {count}, the tokens of the input"
         )
     first = Work(tokens, tuple(range(start, count - 1)), (NEXT, *wish.tokens), 0, False, logprobs=True)
     last = Work(tokens, (count - 1,), wish.tokens or (0,), 0, False, logprobs=True)

@@ -298,7 +298,7 @@ def _token_rows(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
     rows = []
     for row, length in enumerate(lengths.values.tolist()):
         if not 1 <= length <= columns:
-            raise _bad(f"sequence_lengths[{row}] is {length}; expected at most {columns}, the columns of tokens")
+            raise _bad(f"sequence_lengths[{row}] is {length}; expected 1 to {columns}, the columns of tokens")
         rows.append(tokens.values[row * columns : row * columns + length].tolist())
     return rows
 
