@@ -25,7 +25,6 @@ def test_grpo_by_hand() -> None:
     batch = math.sqrt(17.2) + 1e-4
     assert group_relative(TOTALS, GROUPS, "batch").tolist() == pytest.approx([x / batch for x in (-2, -5, -1, 5, 3)])
     assert group_relative(TOTALS, GROUPS, "none").tolist() == [-2, -5, -1, 5, 3]
-    assert group_relative(TOTALS, GROUPS, "none").tolist() == [-2, -5, -1, 5, 3]
 
 
 def test_rloo_by_hand() -> None:

@@ -38,8 +38,8 @@ def test_token_id_check_stops_at_the_same_token_as_the_text_check(stops: tuple[s
         tokens = rng.choices([*letters, *merged, *partial_characters], k=40)
         assert by_ids(stop, tokens) == by_text(tokenizer, stops, tokens)
         stopped += by_ids(stop, tokens) is not None
-    # A control token has no text, so it never ends a sample.
-    assert (stopped > 50) == (stops != ("<|im_end|>",)) or len(stops[0]) > 6
+    # A control token has no text, so it never ends a sample; seven given characters are rare in random tokens.
+    assert stopped == 0 if stops == ("<|im_end|>",) else stopped > (0 if len(stops[0]) > 6 else 50)
 
 
 def test_only_tokens_that_can_complete_the_string_are_listed() -> None:

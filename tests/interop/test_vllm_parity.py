@@ -185,7 +185,7 @@ def compared(case: Case, theirs: tuple[int, Any], ours: tuple[int, Any]) -> str:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_vllm_and_plaudit_give_the_same_replies(setting: Setting, tmp_path: Path) -> None:
     if not (ENVIRONMENT / ".installed").exists():
-        pytest.skip(".venv-vllm is not there: `make bench` makes it")
+        pytest.skip(".venv-vllm is not there: `make interop` creates it")
     if SETTINGS.index(setting) >= DEFAULT and os.environ.get("VLLM_PARITY") != "all":
         pytest.skip("a model more costs a minute: VLLM_PARITY=all compares it too")
     path = write_model(tmp_path / setting.name, setting)

@@ -180,7 +180,7 @@ def test_path_too_long_for_the_server_is_an_error_of_that_path_only(url: str, tm
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     flags: Mapping[str, Any] = {"data.path": str(file), "data.limit": 2}
     short, long = searched(remote(url, "best-of-n", **flags))
-    assert all(node.error is None or "refuses" not in node.error for node in short.tree.nodes)
+    assert all(node.error is None or "rejected the request" not in node.error for node in short.tree.nodes)
     assert len(long.tree.nodes) == 7
     for node in long.tree.nodes[1:]:
         assert node.state == "failed"

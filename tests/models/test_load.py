@@ -194,8 +194,9 @@ def test_invalid_load_options_are_rejected(tmp_path: Path) -> None:
 
 
 def test_loading_and_saving_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    loaded = models.load_reward(write_plain(causal(), tmp_path / "a"), fresh_head=True)
+    directory = write_plain(causal(), tmp_path / "a")
     capfd.readouterr()
+    loaded = models.load_reward(directory, fresh_head=True)
     models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
     models.load_steps(tmp_path / "a", fresh_head=True)
     assert capfd.readouterr() == ("", "")

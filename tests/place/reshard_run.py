@@ -123,7 +123,7 @@ def send_bare(group: ChannelGroup, sizes: dict[int, int]) -> None:
         pending.wait(SECONDS)
 
 
-BARE: dict[int, Tensor] = {}
+BARE: dict[int | tuple[int, int], Tensor] = {}
 
 
 def _buffer(rank: int, size: int) -> Tensor:

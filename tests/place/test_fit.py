@@ -38,7 +38,7 @@ def test_the_parameters_of_a_model_directory_are_counted() -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_owners_by_hand() -> None:
+def test_memory_by_owner_by_hand() -> None:
     gibibytes = {name: size // GIB for name, size in owners(ppo(), "cuda").items()}
     assert gibibytes == {
         "policy weights": 2, "policy masters": 4, "policy optimizer": 8, "policy gradients": 4, "reference weights": 2,
@@ -56,7 +56,7 @@ def test_owners_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_swapped_needs_what_its_fullest_phase_needs() -> None:
+def test_swapped_needs_the_memory_of_its_largest_phase() -> None:
     swapped = {"placement": {"name": "swapped"}}
     phase, needed = fullest(ppo(**swapped), owners(ppo(), "cuda"))
     assert (phase, sum(needed.values()) // GIB) == ('the critic\'s update with placement.name = "swapped"', 2 + 18)
@@ -76,7 +76,9 @@ def test_swapped_needs_what_its_fullest_phase_needs() -> None:
         (15, "no setting makes it fit one device; share it out with resources.data_parallel"),
     ],
 )
-def test_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch, free: int, cure: str) -> None:
+def test_a_recipe_that_does_not_fit_is_rejected_with_the_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, free: int, cure: str
+) -> None:
     monkeypatch.setattr(room, "available", lambda device: free * GIB)
     with pytest.raises(ConfigError) as refused:
         check_fit(ppo())
@@ -87,7 +89,7 @@ def test_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch, free: int,
 
 
 @pytest.mark.usefixtures("large")
-def test_other_cures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_fixes_for_swapped_and_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = ppo(placement={"name": "swapped"}, engine={"kv_bytes": 30 * GIB})
     monkeypatch.setattr(room, "available", lambda device: 25 * GIB)
     with pytest.raises(ConfigError, match=r"set a smaller engine\.kv_bytes \(now 30 GiB\): then 20 GiB are needed"):
@@ -99,7 +101,7 @@ def test_other_cures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_what_is_offloaded_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_state_must_fit_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = ppo(train={"offload_optimizer": True})
     monkeypatch.setattr(room, "available", lambda device: 100 * GIB)
     monkeypatch.setattr(host_memory, "free_memory", lambda: 24 * GIB)

@@ -40,8 +40,7 @@ vllm,Qwen3-8B,H100,1,serving,1024,1024,8,smell,5,ms,,1,bf16
 vllm,Qwen3-8B,H100,1,serving,1024,1024,8,tpot,,ms,,1,bf16
 vllm,Qwen3-8B,H100,1,serving,1024,1,8,tpot,9,ms,,1,bf16
 verl,Qwen3-8B,H100,8,async 4:9,512,1024,256,step_time,40,s,,,bf16
-"""
-"""Published measurements that the constants have not seen, with columns missing, and rows that say too little."""
+"""  # measurements that the constants have not seen; columns are missing, and some rows cannot be planned
 
 
 def test_rows_of_another_file_are_predicted_or_rejected_with_a_reason(tmp_path: Path) -> None:

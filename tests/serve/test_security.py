@@ -249,8 +249,10 @@ def test_swaps_stay_under_the_root(target: Target, root: Path, tmp_path: Path) -
 
 
 def target_opened(target: Target, directory: Path) -> bool:
-    """Whether a process of the server has a file of the directory open."""
-    paths = [file.path for process in target.tree() for file in process.open_files()]
+    """Whether a process of the server has a file of the directory open or mapped."""
+    processes = target.tree()
+    paths = [file.path for process in processes for file in process.open_files()]
+    paths += [region.path for process in processes for region in process.memory_maps()]
     return any(path.startswith(str(directory)) for path in paths)
 
 

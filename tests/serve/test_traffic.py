@@ -100,7 +100,6 @@ def test_probes_and_pages_are_not_counted_as_requests(server: ServerProcess) -> 
         for path in ("/health/live", "/health/ready", "/v2/health/ready", "/", "/openapi.json"):
             reply = client.get(path, headers={"x-request-id": f"probe{path}"})
             assert reply.status_code == 200
-    assert client.is_closed
     assert server.metric("plaudit_probes_total", status="200") == probes + 5
     assert server.metric(REQUESTS) == before + 3
     logged(server, server.http.get("/v1/models"))

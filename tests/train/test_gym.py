@@ -125,7 +125,7 @@ def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     code = f"__import__('os').close(__import__('os').open('{mark}', 64))"
     eval(code)
-    assert mark.exists(), "the code does what it shall not do"
+    assert mark.exists(), "the code works outside the rule"
     mark.unlink()
     answers = [code, code.replace("'", '"'), f"[{code}]", f"{code} + x", f"1 + {code}", f"({code})"]
     rule = RuleReward(RuleTable(rule="gym", timeout=20.0, processes=1))
@@ -142,6 +142,10 @@ def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
             ]
             rule.score(items)
             assert not mark.exists(), name
+        item = without_tuples(gym.create_dataset("chain_sum", seed=1, size=3)[0])
+        truth = {"task": "chain_sum", "options": {}, "item": item}
+        (score,) = rule.score([Item(prompt="", response=str(item["answer"]), truth=truth)])
+        assert score.value == 1.0
     finally:
         rule.close()
 

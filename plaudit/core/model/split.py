@@ -165,9 +165,9 @@ def _narrow(module: nn.Module, place: RankPosition) -> dict[str, Cut]:
         if part.bias is not None and style == "colwise":
             cuts[f"{prefix}.{name}.bias"] = cut
     keys = _heads(base)[1]
-    for part in base.modules() if keys < size else ():
-        if hasattr(part, "num_key_value_groups"):  # where transformers' own attention reads it
-            attention: Any = part
+    attention: Any
+    for attention in base.modules() if keys < size else ():
+        if hasattr(attention, "num_key_value_groups"):  # where transformers' own attention reads it
             attention.num_key_value_groups = attention.num_key_value_groups * keys // size
     return cuts
 
