@@ -41,11 +41,11 @@ def test_other_sizes_are_rejected(text: str) -> None:
         count_of(text)
 
 
-@pytest.mark.parametrize("asked", [300_000, 20_000_000, 100_000_000, 1_000_000_000, 7_000_000_000])
-def test_the_model_has_about_the_requested_size(asked: int) -> None:
-    weights = Weights.of(LlamaShaped(asked, torch.float32, torch.device("meta")))
+@pytest.mark.parametrize("requested", [300_000, 20_000_000, 100_000_000, 1_000_000_000, 7_000_000_000])
+def test_the_model_has_about_the_requested_size(requested: int) -> None:
+    weights = Weights.of(LlamaShaped(requested, torch.float32, torch.device("meta")))
     parameters = weights.nbytes / 4
-    assert abs(parameters - asked) < 0.25 * asked
+    assert abs(parameters - requested) < 0.25 * requested
     assert weights.layout.aliases == {"lm_head": "embed_tokens"}
 
 

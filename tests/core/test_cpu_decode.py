@@ -21,12 +21,12 @@ WIDTH = 2 * 2 * 8 * 8  # bytes of one token in one layer: keys and values, 2 hea
 
 
 @pytest.mark.parametrize("look_every", [1, 8, 100, None])
-@pytest.mark.parametrize(("room", "workspace"), mostly_slow([(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)]))
+@pytest.mark.parametrize(("window", "workspace"), mostly_slow([(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)]))
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_greedy_tokens_match_transformers_for_any_window_layout(
-    monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int | None
+    monkeypatch: pytest.MonkeyPatch, family: str, window: int, workspace: int, look_every: int | None
 ) -> None:
-    monkeypatch.setattr(cpu_decode, "STEPS", room)
+    monkeypatch.setattr(cpu_decode, "STEPS", window)
     monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
     module = tiny.model(family, dtype=torch.float64)
     engine = Engine(module, look_every=look_every)

@@ -212,7 +212,7 @@ def test_penalties_biases_and_token_lists_match_transformers_and_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, and must be above 0"),
         ({"presence_penalty": 3.0}, "presence_penalty is 3.0, and must be from -2 to 2"),
@@ -224,6 +224,6 @@ def test_penalties_biases_and_token_lists_match_transformers_and_vllm() -> None:
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
     ],
 )
-def test_invalid_sampling_options_are_rejected(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_invalid_sampling_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         LARGE.generate(PROMPTS[:1], SamplingParams(**options))

@@ -139,7 +139,7 @@ def test_conversations_are_sent_as_messages(package: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({}, "prompts is None and prompt_key is None; set one"),
         ({"prompts": "text"}, "prompts is 'text'"),
@@ -147,8 +147,8 @@ def test_conversations_are_sent_as_messages(package: Any) -> None:
         ({"prompts": "rendered", "modle": "x"}, "has 'modle'; expected url, model"),
     ],
 )
-def test_invalid_configuration_is_rejected(package: Any, config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_configuration_is_rejected(package: Any, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         environment(package, **config)
 
 

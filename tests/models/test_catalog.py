@@ -37,7 +37,7 @@ def test_embedded_names_are_resolved_and_suggested(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("org/some-model", "`plaudit pull org/some-model` fetches it"),
         ("https://host/model", "is a URL; models are loaded from local directories only"),
@@ -45,10 +45,10 @@ def test_embedded_names_are_resolved_and_suggested(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_missing_models_are_reported_in_one_line(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         catalog.resolve(name)
     assert "\n" not in str(caught.value)
 

@@ -178,7 +178,7 @@ def test_roles_cannot_carry_control_strings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "message"),
     [
         ([], "is empty"),
         ([{"content": "x"}], "message 0 has no role"),
@@ -189,8 +189,8 @@ def test_roles_cannot_carry_control_strings() -> None:
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], "every Unicode noncharacter"),
     ],
 )
-def test_invalid_messages_are_rejected(messages: list[dict[str, str]], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_invalid_messages_are_rejected(messages: list[dict[str, str]], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         render_chat(TOKENIZER, messages)
 
 
@@ -248,7 +248,7 @@ def test_endless_template_is_stopped(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         ("{{ 'a' * 10 ** 11 }}", "memory"),
         (
@@ -262,8 +262,8 @@ def test_endless_template_is_stopped(template: str) -> None:
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ],
 )
-def test_failing_templates_are_reported_in_one_line(template: str, words: str) -> None:
-    with pytest.raises(ModelError, match=words) as caught:
+def test_failing_templates_are_reported_in_one_line(template: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
         render_chat(with_template(template), ASK, seconds=60)
     assert "\n" not in str(caught.value)
 

@@ -42,7 +42,7 @@ def test_missing_package_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "is not a GGUF file: it begins with b''"),
         (b"ABCD1234", "begins with b'ABCD'"),
@@ -50,10 +50,10 @@ def test_missing_package_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) ->
         (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "truncated or damaged"),
     ],
 )
-def test_invalid_gguf_files_are_rejected(content: bytes, words: str, tmp_path: Path) -> None:
+def test_invalid_gguf_files_are_rejected(content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         models.import_gguf(file, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

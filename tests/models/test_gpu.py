@@ -21,7 +21,7 @@ def here(*gpus: Gpu, built_for: tuple[str, ...] = NEW) -> Gpus:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "said"),
+    ("device", "gpus", "message"),
     [
         ("cuda", Gpus((), (), None), "this torch is built without CUDA"),
         ("cuda", Gpus((), (), "13.0"), "torch sees no GPU"),
@@ -32,8 +32,8 @@ def here(*gpus: Gpu, built_for: tuple[str, ...] = NEW) -> Gpus:
          "compute capability 8.9, and this torch is built for sm_90, sm_100: install one that is built for it"),
     ],
 )  # fmt: skip
-def test_unusable_device_is_rejected_in_one_line(device: str, gpus: Gpus, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refusal:
+def test_unusable_device_is_rejected_in_one_line(device: str, gpus: Gpus, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
         check_device(device, gpus)
     assert "\n" not in str(refusal.value)
     assert 'set device = "cpu"; the smallest recipe that runs there is sums-grpo' in str(refusal.value)

@@ -165,7 +165,7 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"model_type": "no-such"}, "not a config that transformers accepts"),
         ({"architectures": ["BertForMaskedLM"]}, "names the architecture 'BertForMaskedLM'"),
@@ -173,11 +173,11 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> None
         ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq."),
     ],
 )
-def test_unsupported_configs_are_rejected(change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_unsupported_configs_are_rejected(change: dict[str, object], message: str, tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         models.load_any(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -202,12 +202,14 @@ def test_loading_and_saving_print_nothing(tmp_path: Path, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("found", "wanted"), [("steps", "reward"), ("reward", "steps")])
-def test_trunk_is_reused_for_a_head_of_the_same_name_and_another_shape(found: str, wanted: str, tmp_path: Path) -> None:
-    module = models.new_llama(found, **SHAPE, seed=1)
+@pytest.mark.parametrize(("stored", "wanted"), [("steps", "reward"), ("reward", "steps")])
+def test_trunk_is_reused_for_a_head_of_the_same_name_and_another_shape(
+    stored: str, wanted: str, tmp_path: Path
+) -> None:
+    module = models.new_llama(stored, **SHAPE, seed=1)
     models.save(module, byte_tokenizer(), tmp_path / "judge")
     load = {"reward": models.load_reward, "steps": models.load_steps}[wanted]
-    with pytest.raises(ModelError, match=f"contains a {found} model, expected a {wanted} model"):
+    with pytest.raises(ModelError, match=f"contains a {stored} model, expected a {wanted} model"):
         load(tmp_path / "judge")
     loaded = load(tmp_path / "judge", fresh_head=True, seed=3)
     assert same(loaded.module.model, module.model)

@@ -128,7 +128,7 @@ def test_code_in_an_archive_is_never_executed(where: str, tokenizer: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"num_moe_experts": 8}, "num_moe_experts: 8, for which there is no conversion"),
         ({"activation": "geglu"}, "the archive has .* activation geglu, .* converted are the shapes of Llama"),
@@ -142,10 +142,12 @@ def test_code_in_an_archive_is_never_executed(where: str, tokenizer: str, tmp_pa
         ),
     ],
 )
-def test_unsupported_archives_are_rejected(change: dict[str, Any], words: str, tokenizer: str, tmp_path: Path) -> None:
+def test_unsupported_archives_are_rejected(
+    change: dict[str, Any], message: str, tokenizer: str, tmp_path: Path
+) -> None:
     cfg = megatron.CONFIGS["llama"]
     file = megatron.write_archive(tmp_path / "rm.nemo", {**cfg, **change}, megatron.random_tensors(cfg), "ckpt")
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         import_nemo(file, tmp_path / "out", tokenizer=None if "tokenizer" in change else tokenizer)
     assert "\n" not in str(caught.value)
 

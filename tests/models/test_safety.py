@@ -98,7 +98,7 @@ def test_pickle_next_to_safetensors_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "words"),
+    ("file", "change", "message"),
     [
         ("config.json", {"auto_map": {"AutoConfig": "x.Y"}}, "requests custom code"),
         ("config.json", {"text_config": {"auto_map": {}}}, "requests custom code"),
@@ -106,12 +106,12 @@ def test_pickle_next_to_safetensors_is_ignored(tmp_path: Path) -> None:
         ("config.json", {"attn_implementation": "somebody/kernel"}, "requests downloaded kernels"),
     ],
 )
-def test_custom_code_is_rejected(file: str, change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_custom_code_is_rejected(file: str, change: dict[str, object], message: str, tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     (tmp_path / file).write_text(json.dumps({**json.loads((tmp_path / file).read_text()), **change}))
-    with pytest.raises(UnsafeModel, match=words):
+    with pytest.raises(UnsafeModel, match=message):
         models.load_policy(tmp_path)
-    with pytest.raises(UnsafeModel, match=words):
+    with pytest.raises(UnsafeModel, match=message):
         models.load_tokenizer(tmp_path)
 
 

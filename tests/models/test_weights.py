@@ -61,7 +61,7 @@ def _header(content: bytes) -> dict[str, dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "truncated or not safetensors: 0 bytes"),
         (b"\x10\0\0", "truncated or not safetensors: 3 bytes"),
@@ -71,13 +71,13 @@ def _header(content: bytes) -> dict[str, dict[str, list[int]]]:
         (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
     ],
 )
-def test_invalid_safetensors_files_are_rejected(content: bytes, words: str, copy: Path) -> None:
+def test_invalid_safetensors_files_are_rejected(content: bytes, message: str, copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(content)
-    assert words in refusal(copy)
+    assert message in refusal(copy)
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "message"),
     [
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "needs 8 bytes, has 4"),
         ({"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}, "dtype 'F99'"),
@@ -88,11 +88,11 @@ def test_invalid_safetensors_files_are_rejected(content: bytes, words: str, copy
         ({"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}, "is truncated: tensor 'x'"),
     ],
 )
-def test_invalid_header_entries_are_rejected(entry: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_invalid_header_entries_are_rejected(entry: dict[str, object], message: str, tmp_path: Path) -> None:
     header = json.dumps({"x": entry}).encode()
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         read_header(file)
 
 

@@ -189,7 +189,7 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
 
 
 @pytest.mark.parametrize(
-    ("tables", "says"),
+    ("tables", "message"),
     [
         ({}, r"the training ranks, resources.data_parallel × tensor_parallel = 1 × 1 = 1, are not a whole number of "
          r"engines: 1 / 2 = 0.5"),
@@ -197,8 +197,8 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
         ({"resources": {"data_parallel": 2}, "placement": {"name": "hybrid"}, "processes": 1}, "separate process maps"),
     ],
 )  # fmt: skip
-def test_rank_counts_that_form_no_whole_engine_are_rejected(tables: dict[str, Any], says: str) -> None:
+def test_rank_counts_that_form_no_whole_engine_are_rejected(tables: dict[str, Any], message: str) -> None:
     rollout = {"tensor_parallel": 2, **({"processes": 1} if tables.pop("processes", 0) else {})}
     tree = {**tables, "resources": {**tables.get("resources", {}), "rollout": rollout}}
-    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):
+    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{message}"):
         recipe(**tree)

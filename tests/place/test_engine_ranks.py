@@ -105,19 +105,19 @@ def check_loading(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "says"),
+    ("tables", "message"),
     [
         ({"placement": {"name": "swapped"}}, "are not a whole number of engines: 1 / 2 = 0.5"),
         ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "its own options"),
     ],
 )
-def test_configurations_without_multi_rank_engines_are_rejected(tables: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):
+def test_configurations_without_multi_rank_engines_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{message}"):
         tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}})
 
 
 @pytest.mark.parametrize(
-    ("ranks", "says"),
+    ("ranks", "message"),
     [
         (
             {"tensor_parallel": 8},
@@ -127,9 +127,11 @@ def test_configurations_without_multi_rank_engines_are_rejected(tables: dict[str
         ({"pipeline_parallel": 3}, r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667"),
     ],
 )
-def test_ranks_that_do_not_divide_the_model_are_rejected_with_the_arithmetic(ranks: dict[str, int], says: str) -> None:
+def test_ranks_that_do_not_divide_the_model_are_rejected_with_the_arithmetic(
+    ranks: dict[str, int], message: str
+) -> None:
     tree = tiny_run(placement=DISAGGREGATED, resources={"rollout": ranks})
-    with pytest.raises(ConfigError, match=f"resources.rollout: .*{says}"):
+    with pytest.raises(ConfigError, match=f"resources.rollout: .*{message}"):
         check_engine_ranks(tree)
 
 

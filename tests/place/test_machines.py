@@ -137,7 +137,7 @@ def test_each_engine_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "rollout", "says"),
+    ("tables", "rollout", "message"),
     [
         ({"placement": REMOTE}, {"nodes": 2, "processes": 3}, r"engines do not divide evenly over them: 3 / 2 = 1\.5"),
         ({}, {"nodes": 1}, 'placement.name = "colocated" generates where the policy trains'),
@@ -151,10 +151,10 @@ def test_each_engine_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_configurations_unsupported_on_rollout_machines_are_rejected(
-    tables: dict[str, Any], rollout: dict[str, Any], says: str
+    tables: dict[str, Any], rollout: dict[str, Any], message: str
 ) -> None:
     resources = {"rollout": rollout, **({"ray": tables["ray"]} if "ray" in tables else {})}
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         recipe(**{key: table for key, table in tables.items() if key != "ray"}, resources=resources)
 
 

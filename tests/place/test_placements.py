@@ -120,7 +120,7 @@ def test_two_workers_split_the_prompts_and_keep_their_order(
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"placement": {"name": "async"}, "resources": {"rollout": {"processes": 0}}}, "set 1 or more"),
         ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: remove it"),
@@ -131,8 +131,8 @@ def test_two_workers_split_the_prompts_and_keep_their_order(
         ),
     ],
 )  # fmt: skip
-def test_invalid_placements_are_rejected(tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_placements_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 

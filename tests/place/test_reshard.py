@@ -132,13 +132,13 @@ def test_all_ranks_send_weights_to_a_replacement_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"placement": {"name": "hybrid", "channel": "reshard"}}, "are shared"),
         ({"placement": {"name": "disaggregated", "channel": "reshard", "delta": True}}, "placement.delta"),
         ({**RESHARD, "engine": {"name": "vllm", "url": "http://localhost:1"}}, '"vllm" cannot receive'),
     ],
 )  # fmt: skip
-def test_configurations_unsupported_by_reshard_are_rejected(tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_configurations_unsupported_by_reshard_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)

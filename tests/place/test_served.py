@@ -119,7 +119,7 @@ def test_async_training_works_with_a_server(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"engine": {"url": "http://127.0.0.1:1"}}, r'engine.url is for a server, and engine.name = "core"'),
         ({"engine": {"name": "vllm"}}, "needs exactly one of engine.url"),
@@ -143,8 +143,8 @@ def test_async_training_works_with_a_server(url: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_invalid_engine_settings_are_rejected(tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_engine_settings_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 

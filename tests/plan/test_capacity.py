@@ -119,7 +119,7 @@ def test_a_model_larger_than_a_device_uses_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"rate": None}, r"--serve needs the load and the limit: --rate 500"),
         ({"rate": 0.0}, r"--rate 0: expected more than zero"),
@@ -130,8 +130,8 @@ def test_a_model_larger_than_a_device_uses_tensor_parallelism() -> None:
         ({"model": "qwen2.5-7b"}, r"--model qwen2.5-7b plans a training run and --serve llama-3.1-8b a service"),
     ],
 )
-def test_invalid_options_are_rejected_with_one_line(options: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as error:
+def test_invalid_options_are_rejected_with_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         ask(**options).answer()
     assert "\n" not in str(error.value)
 

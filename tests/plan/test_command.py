@@ -184,7 +184,7 @@ def test_a_failed_plan_suggests_hardware_that_plaudits_trainer_runs(model: str, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ((), "no model: give --model"), (("--model", "lama"), "unknown model 'lama'"),
         (("--model", "llama-3.1-8b", "--hardware", "1x1xL40S"), "smallest change that fits: 1x2xL40S (2 devices)"),
@@ -195,10 +195,10 @@ def test_a_failed_plan_suggests_hardware_that_plaudits_trainer_runs(model: str, 
         (("--model", "llama-3.1-8b", "--hardware", "1x8xH20", "--price", "3yr"), "no such price of H20 is public"),
     ],
 )  # fmt: skip
-def test_invalid_input_is_rejected_with_one_line_and_no_traceback(words: tuple[str, ...], told: str) -> None:
-    run = plaudit(*words)
+def test_invalid_input_is_rejected_with_one_line_and_no_traceback(arguments: tuple[str, ...], message: str) -> None:
+    run = plaudit(*arguments)
     assert run.returncode == 2
-    assert told in run.stderr
+    assert message in run.stderr
     assert run.stderr.count("\n") == 1
 
 

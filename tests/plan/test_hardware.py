@@ -40,14 +40,14 @@ def test_three_notations_of_clusters_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("8x8xH10", "did you mean 'H100'"), ("H100x8", "unknown accelerator"), ("8x8", "expected nodes x devices"),
         ("0x8xH100", "at least one node"), ("12xH100", "take 8 or 16"),
     ],
 )  # fmt: skip
-def test_invalid_hardware_is_rejected(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_hardware_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         cluster(text)
 
 
@@ -65,14 +65,14 @@ def test_a_hardware_file_overrides_and_adds_accelerators(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[accelerator.H100]\nprice = -1.0\n", "price"), ("[accelerator.H100]\nmemory = 1.0\n", "memory_gb"),
         ("[accelerator.mine]\nmemory_gb = 1.0\n", "lacks bandwidth_gb_s, bf16_tflops"),
     ],
 )  # fmt: skip
-def test_an_invalid_hardware_file_is_rejected_naming_the_key(tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_hardware_file_is_rejected_naming_the_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "own.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         accelerator("mine" if "mine" in text else "H100", Overrides.read(path))

@@ -85,7 +85,7 @@ def test_power_cost_is_added_to_a_given_price() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"budget": "0.2/h"}, r"buys nothing: one A100-80G SXM is the cheapest device at \$1.79/h .*raise --budget"),
         ({"budget": "60"}, r"--budget 60: expected dollars per hour, such as 60/h"),
@@ -99,8 +99,8 @@ def test_power_cost_is_added_to_a_given_price() -> None:
         ({"budget": "60/h", "power_price": 0.1}, r"--power-price 0.1 goes with a price of yours"),
     ],
 )
-def test_invalid_options_are_rejected_with_one_line_and_the_fix(options: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as error:
+def test_invalid_options_are_rejected_with_one_line_and_the_fix(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         choose(**options)
     assert "\n" not in str(error.value)
 

@@ -57,7 +57,7 @@ HALF = TrainingLayout(dp=4, zero=3)
 
 
 @pytest.mark.parametrize(
-    ("told", "of"),
+    ("lacking", "plan_of_run"),
     [
         ((), plan("hybrid", 8, GenerationLayout(), FSDP)),
         ((), plan("colocated", 8, GenerationLayout(), TrainingLayout(tp=2, dp=4, zero=3))),
@@ -97,8 +97,8 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("hybrid", 16, GenerationLayout(16), TrainingLayout(tp=16))),
     ],
 )  # fmt: skip
-def test_unsupported_features_of_a_plan_are_listed(told: tuple[str, ...], of: Plan) -> None:
-    assert missing(Workload(ModelShape.named("llama-3.1-8b")), of) == told
+def test_unsupported_features_of_a_plan_are_listed(lacking: tuple[str, ...], plan_of_run: Plan) -> None:
+    assert missing(Workload(ModelShape.named("llama-3.1-8b")), plan_of_run) == lacking
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -122,7 +122,7 @@ def test_tensor_parallelism_of_experts_is_unsupported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "engine", "training"),
+    ("lacking", "engine", "training"),
     [
         ((), GenerationLayout(), TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(dp=4, cp=2, ep=8, zero=3)),
@@ -138,9 +138,9 @@ def test_tensor_parallelism_of_experts_is_unsupported() -> None:
     ],
 )  # fmt: skip
 def test_supported_expert_parallel_layouts_with_fsdp(
-    told: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
+    lacking: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
 ) -> None:
-    assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
+    assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == lacking
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")])
@@ -267,7 +267,7 @@ def test_pools_use_exactly_the_devices_of_the_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("options", "lacking"),
     [
         ({"generation_dtype": "fp8"}, "no rollouts in fp8 of a policy in bf16: remove --generation-dtype"),
         ({"dtype": "fp8"}, "no training in fp8: set --dtype bf16"),
@@ -276,10 +276,10 @@ def test_pools_use_exactly_the_devices_of_the_cluster() -> None:
     ],
 )  # fmt: skip
 def test_options_that_the_trainer_does_not_support_are_named_with_the_alternative(
-    asked: dict[str, object], told: str
+    options: dict[str, object], lacking: str
 ) -> None:
-    asked = {"placement": ["hybrid"], **asked}
-    assert told in ask(PlanOptions("llama-3.1-8b", "1x2xH100", **asked)).answer().headline  # type: ignore[arg-type]
+    options = {"placement": ["hybrid"], **options}
+    assert lacking in ask(PlanOptions("llama-3.1-8b", "1x2xH100", **options)).answer().headline  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hardware", ["1x1xH100", "1x8xH100", "2x8xH100"])

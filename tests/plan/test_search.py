@@ -104,7 +104,7 @@ def test_an_async_step_is_the_longer_side_and_a_shorter_one_has_a_note() -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"batch": 0}, "batch = 0: expected one or more"), ({"price": "-1"}, "price -1: expected zero or more dollars"),
         ({"price": "cheap"}, "expected dollars per device"), ({"algorithm": "pppo"}, "did you mean 'ppo'"),
@@ -115,7 +115,7 @@ def test_an_async_step_is_the_longer_side_and_a_shorter_one_has_a_note() -> None
         ({"price": "nan"}, "expected zero or more dollars"), ({"generation_dtype": "fp7"}, "did you mean 'fp8'"),
     ],
 )  # fmt: skip
-def test_invalid_options_are_rejected_with_one_line(given: dict[str, object], told: str) -> None:
-    with pytest.raises(PlauditError, match=told) as error:
-        ask(PlanOptions("llama-3.1-8b", "1x8xH100", **given)).answer()  # type: ignore[arg-type]
+def test_invalid_options_are_rejected_with_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(PlauditError, match=message) as error:
+        ask(PlanOptions("llama-3.1-8b", "1x8xH100", **options)).answer()  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

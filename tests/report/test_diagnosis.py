@@ -39,7 +39,7 @@ def test_a_healthy_run_has_a_healthy_verdict(shapes: dict[str, Shape], seed: int
 
 
 @pytest.mark.parametrize(
-    ("severity", "rule", "words", "changed"),
+    ("severity", "rule", "message", "changed"),
     [
         ("bad", "equal rewards within groups", "92 % of groups", {"reward__zero_std_groups": flat(0.92)}),
         ("watch", "equal rewards within groups", "dynamic sampling", {"reward__zero_std_groups": flat(0.65)}),
@@ -94,7 +94,7 @@ def test_a_healthy_run_has_a_healthy_verdict(shapes: dict[str, Shape], seed: int
     ],
 )  # fmt: skip
 def test_a_rule_reports_its_problem_with_the_numbers(
-    severity: str, rule: str, words: str, changed: dict[str, Shape]
+    severity: str, rule: str, message: str, changed: dict[str, Shape]
 ) -> None:
     run = history(**changed)
     # Bounds and update counts are settings, so they get no noise.
@@ -102,7 +102,7 @@ def test_a_rule_reports_its_problem_with_the_numbers(
                                for name, curve in run.curves.items()})  # fmt: skip
     findings = reported(run, severity)
     assert rule in findings, [(finding.severity, finding.rule) for finding in diagnose(run)]
-    assert words in findings[rule]
+    assert message in findings[rule]
     if severity != "fine":
         assert rule not in reported(history(EVERYTHING), severity)
         assert verdict(run, diagnose(run))[0] in ("bad", severity)

@@ -57,7 +57,7 @@ def test_advice_between_cells_uses_and_names_the_nearest_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "accuracy", "auc", "width", "told"),
+    ("steps", "accuracy", "auc", "width", "message"),
     [
         (3, 0.3, 0.8, 16, "steps 3"),
         (60, 0.3, 0.8, 16, "steps 60"),
@@ -68,11 +68,11 @@ def test_advice_between_cells_uses_and_names_the_nearest_cell() -> None:
     ],
 )
 def test_advice_outside_of_the_table_is_best_of_n(
-    steps: float, accuracy: float, auc: float, width: int, told: str
+    steps: float, accuracy: float, auc: float, width: int, message: str
 ) -> None:
     advice = advise(ground(steps, accuracy, auc), width)
     assert (advice.method, advice.cell) == ("best-of-n", None)
-    assert advice.why == f"the table has nothing near {told}: best-of-n, as without a table"
+    assert advice.why == f"the table has nothing near {message}: best-of-n, as without a table"
 
 
 def test_chosen_method_uses_the_measured_options_and_those_of_the_recipe() -> None:

@@ -110,7 +110,7 @@ def test_search_works_after_import_plaudit_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--method", "etz"], "search.method = 'etz'"),
         (["--set", "search.widht=4"], "did you mean 'width'?"),
@@ -119,10 +119,10 @@ def test_search_works_after_import_plaudit_alone(tmp_path: Path) -> None:
         ([str(ROOT / "plaudit" / "recipes" / "sums-sft.toml")], "task is 'sft'"),
     ],
 )
-def test_invalid_arguments_give_a_one_line_error(arguments: list[str], told: str, tmp_path: Path) -> None:
+def test_invalid_arguments_give_a_one_line_error(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = plaudit_here("search", *arguments, cwd=tmp_path)
     assert result.returncode == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 

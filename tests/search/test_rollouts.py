@@ -147,7 +147,7 @@ def test_truncated_and_unscored_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "told"),
+    ("tables", "message"),
     [
         ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch builds trees without one"),
         ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "is multi-turn: remove one"),
@@ -157,8 +157,8 @@ def test_truncated_and_unscored_paths() -> None:
         ({"search": {**SEARCH, "method": "mcts"}}, "mcts"),
     ],
 )
-def test_unsupported_settings_are_rejected(tables: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unsupported_settings_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**{"search": SEARCH, **tables})
 
 

@@ -144,7 +144,7 @@ def test_chat_completion_with_a_search(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "words"),
+    ("change", "status", "message"),
     [
         ({"search": {"width": 33}}, 422, "search.width is 33; the limit of this server is 32"),
         ({"search": {"metod": "ets"}}, 422, "unknown field search.metod; did you mean 'method'"),
@@ -162,11 +162,11 @@ def test_chat_completion_with_a_search(server: ServerProcess) -> None:
     ],
 )
 def test_invalid_request_is_rejected_with_the_reason(
-    server: ServerProcess, change: dict[str, Any], status: int, words: str
+    server: ServerProcess, change: dict[str, Any], status: int, message: str
 ) -> None:
     reply = server.http.post("/v1/search", json={**body(), **change})
     assert reply.status_code == status, reply.text
-    assert words in reply.json()["error"]["message"]
+    assert message in reply.json()["error"]["message"]
 
 
 def test_chat_errors_have_the_openai_format(server: ServerProcess) -> None:

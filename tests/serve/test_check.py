@@ -92,9 +92,9 @@ def test_every_problem_is_reported_on_its_own_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"), [({"prot": 1}, "'port'"), ({"models": {"a": {"path": "/no/such"}}}, "/no/such")]
+    ("tree", "message"), [({"prot": 1}, "'port'"), ({"models": {"a": {"path": "/no/such"}}}, "/no/such")]
 )
-def test_an_invalid_configuration_is_reported_in_one_line(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
+def test_an_invalid_configuration_is_reported_in_one_line(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
     code, lines = check(tree, tmp_path)
     assert (code, len(lines)) == (2, 1)
-    assert words in lines[0]
+    assert message in lines[0]

@@ -230,7 +230,7 @@ def test_the_log_has_key_names_but_no_keys(server: ServerProcess, file: KeyFile)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("[ann]\nsha256 = 'abc'\n", "[ann]: sha256"),
         ("[ann]\nsha256 = '{hash}'\nroles = ['scores']\n", "[ann]: roles"),
@@ -242,7 +242,7 @@ def test_the_log_has_key_names_but_no_keys(server: ServerProcess, file: KeyFile)
         (None, "no key file"),
     ],
 )
-def test_a_bad_key_file_is_reported_in_one_line_at_startup(tmp_path: Path, text: str | None, words: str) -> None:
+def test_a_bad_key_file_is_reported_in_one_line_at_startup(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "keys.toml"
     if text is not None:
         file.write_text(text.replace("{hash}", "ab" * 32))
@@ -251,7 +251,7 @@ def test_a_bad_key_file_is_reported_in_one_line_at_startup(tmp_path: Path, text:
     last = result.stderr.splitlines()[-1]
     assert last.startswith("plaudit: ")
     assert str(file) in last
-    assert words in last
+    assert message in last
 
 
 def server_metric(server: ServerProcess, file: KeyFile, name: str, **labels: str) -> float:

@@ -216,7 +216,7 @@ def test_the_template_renders_tools_and_template_variables(server: ServerProcess
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"messages": None}, "messages"),
         ({"messages": []}, "empty conversation"),
@@ -242,13 +242,13 @@ def test_the_template_renders_tools_and_template_variables(server: ServerProcess
         ({"model": "sums"}, "generates no text"),
     ],
 )
-def test_invalid_fields_are_rejected_by_name(server: ServerProcess, fields: dict[str, Any], words: str) -> None:
+def test_invalid_fields_are_rejected_by_name(server: ServerProcess, fields: dict[str, Any], message: str) -> None:
     for stream in (False, True):
         body = {"model": "judge", "messages": CHAT, "temperature": 0, "max_tokens": 4, "stream": stream, **fields}
         reply = server.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400, reply.text
         error = reply.json()["error"]
-        assert words in error["message"]
+        assert message in error["message"]
         assert error["type"] == "invalid_request_error"
         assert {"param", "code"} <= error.keys()
 

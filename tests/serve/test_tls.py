@@ -200,7 +200,7 @@ def test_a_renewed_certificate_is_loaded_and_a_broken_one_is_not(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (("--tls-cert", "{cert}"), "tls_key"),
         (("--tls-cert", "{cert}", "--tls-key", "/no/key"), "--tls-key /no/key cannot be read"),
@@ -214,14 +214,14 @@ def test_a_renewed_certificate_is_loaded_and_a_broken_one_is_not(
     ],
 )
 def test_bad_tls_and_socket_options_are_reported_at_startup(
-    authority: Authority, flags: tuple[str, ...], words: str
+    authority: Authority, flags: tuple[str, ...], message: str
 ) -> None:
     cert, key = authority.give("checked", ExtendedKeyUsageOID.SERVER_AUTH)
     _, other = authority.give("other", ExtendedKeyUsageOID.SERVER_AUTH)
     arguments = [flag.format(cert=cert, key=key, other=other) for flag in flags]
     result = plaudit_here("serve", "--port", "0", *arguments)
     assert result.returncode == 2
-    assert words in result.stdout + result.stderr
+    assert message in result.stdout + result.stderr
 
 
 class UnixProcess(ServerProcess):

@@ -152,7 +152,7 @@ def test_non_finite_teacher_log_probs_are_an_error_and_never_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({}, r'learns from teachers only, and there are none: add one, such as \[algorithm.teachers.NAME\]'),
         ({"teachers": {"a": {}}}, "give a teacher either path"),
@@ -162,8 +162,8 @@ def test_non_finite_teacher_log_probs_are_an_error_and_never_zero() -> None:
         ({"teachers": {"a": {"path": "x", "weight": 0.0}}}, "weight"),
     ],
 )  # fmt: skip
-def test_invalid_teacher_tables_are_rejected(table: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_teacher_tables_are_rejected(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(algorithm={"name": "distill", **table})
 
 

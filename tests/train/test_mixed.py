@@ -119,7 +119,7 @@ def test_pass_rates_of_other_prompts_and_empty_ranges_are_rejected(file: str, me
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"world": "sums", "keep": (0.1, 0.9)}, "set data.measured"),
         ({"world": "sums", "measured": "runs/x"}, "set data.limit"),
@@ -130,8 +130,8 @@ def test_pass_rates_of_other_prompts_and_empty_ranges_are_rejected(file: str, me
         ({"sources": {"a": {"sources": {"b": {"world": "sums"}}}}}, "a source cannot have sources"),
     ],
 )
-def test_invalid_data_tables_are_rejected(data: dict[str, Any], said: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=said):
+def test_invalid_data_tables_are_rejected(data: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
         RlDataTable.model_validate(data)
 
 

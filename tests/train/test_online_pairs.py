@@ -100,7 +100,7 @@ def test_later_updates_use_the_current_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"kl": {"coef": 0.0}}, 'kl.coef = 0: loss = "dpo" needs its β'),
         ({"kl": {"where": "loss"}}, 'set kl.where = "pairs"'),
@@ -111,10 +111,10 @@ def test_later_updates_use_the_current_policy() -> None:
         ({"name": "grpo", "kl": {"where": "pairs", "coef": 0.1}}, 'kl.where = "pairs" is for loss = "dpo"'),
     ],
 )
-def test_invalid_settings_are_rejected(keys: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_rejected(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         recipe(algorithm={**ALGORITHM, **keys})
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_stale_pairs_need_no_correction() -> None:

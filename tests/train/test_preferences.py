@@ -338,7 +338,7 @@ def test_resumed_run_keeps_the_initial_policy_as_its_reference(tmp_path: Path, r
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "says"),
+    ("name", "row", "message"),
     [
         ("dpo", {"chosen": "#8", "rejected": "#8"}, "chosen and rejected are both '#8': remove the row"),
         ("dpo", {"chosen": "#8", "rejected": ""}, "needs a text 'rejected', got ''"),
@@ -351,14 +351,14 @@ def test_resumed_run_keeps_the_initial_policy_as_its_reference(tmp_path: Path, r
     ],
 )
 def test_invalid_row_is_reported_before_the_first_step(
-    tmp_path: Path, name: str, row: dict[str, Any], says: str
+    tmp_path: Path, name: str, row: dict[str, Any], message: str
 ) -> None:
     good = {"chosen": "#8", "rejected": "#9", "response": "#8", "label": True}
     data = write(tmp_path / "rows.jsonl", [{"prompt": "1+7=", **good}] * 6 + [{"prompt": "2+6=", **row}])
     done = train(recipe(tmp_path / "r.toml", data, name), "--out", str(tmp_path / "run"), sets=[])
     assert done.returncode == 2
     line = next(line for line in done.stderr.splitlines() if "rows.jsonl:7: " in line)
-    assert says in line
+    assert message in line
     assert "Traceback" not in done.stderr
     assert not losses(tmp_path / "run")
 

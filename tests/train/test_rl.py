@@ -573,7 +573,7 @@ def test_non_finite_update_can_be_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         ({"train": {"samples_per_prompt": 1}}, r"r - mean\(r\) = 0 in a group of one"),
         ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses are not a multiple of minibatches = 3"),
@@ -589,8 +589,8 @@ def test_non_finite_update_can_be_skipped_and_counted(tmp_path: Path) -> None:
         ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "exceeds sampling.max_tokens"),
     ],
 )
-def test_invalid_recipes_are_rejected_with_the_reason(tables: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_recipes_are_rejected_with_the_reason(tables: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 

@@ -112,7 +112,7 @@ def test_expert_iteration_is_sft_on_the_best_responses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "told"),
+    ("tables", "message"),
     [
         ({"sampling": TREE}, r"gives 2 × 2 × 2 = 8 responses to a prompt, and train.samples_per_prompt = 4"),
         ({"algorithm": {"name": "tree-grpo"}}, "there is no tree: set sampling.branch"),
@@ -123,8 +123,8 @@ def test_expert_iteration_is_sft_on_the_best_responses() -> None:
         ),
     ],
 )
-def test_invalid_settings_are_rejected(tables: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_settings_are_rejected(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(**tables)
 
 
