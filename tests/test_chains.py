@@ -47,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     save(module, tokenizer, directory / "new")
     rows = directory / "rows.jsonl"
-    rows.write_text("".join(json.dumps(shown(index)) + "\n" for index in range(400)))
+    rows.write_text("".join(json.dumps(worked_sum(index)) + "\n" for index in range(400)))
     recipe = parse_recipe(
         {"task": "sft", "model": {"path": str(directory / "new")}, "data": {"path": str(rows), "eval_items": 4},
          "train": {"steps": 120, "batch": 8, "lr": 5e-3, "threads": 1}}, "test",
@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "tiny"
 
 
-def shown(index: int) -> dict[str, Any]:
+def worked_sum(index: int) -> dict[str, Any]:
     """A sum computed line by line, in the format of the recipes' shots."""
     rng = random.Random(index)
     terms = [rng.randrange(10) for _ in range(rng.choice((3, 4)))]

@@ -21,7 +21,7 @@ from plaudit.judge_check.show import show
 from plaudit.judge_check.statistics import kappa, share
 from plaudit.records import Item, ItemError, Score, StepScores
 from tests.command import plaudit_here
-from tests.reward.test_judge import Server, says
+from tests.reward.test_judge import Server, reply_with
 from tests.serve.scripted import Scripted
 
 
@@ -343,7 +343,7 @@ model = "m"
 def test_comparison_judge_over_http(tmp_path: Path, verdict: str, warned: list[str]) -> None:
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
         _, first, _ = body["messages"][-1]["content"].split("|")
-        return says(verdict if verdict != "right" else f"[[{'A' if first.endswith('2') else 'B'}]]")
+        return reply_with(verdict if verdict != "right" else f"[[{'A' if first.endswith('2') else 'B'}]]")
 
     server = Server(answer)
     try:
@@ -375,7 +375,7 @@ def test_served_reward_model_as_the_judge(tmp_path: Path) -> None:
 
 
 def test_unreadable_verdict_is_excluded_and_counted(tmp_path: Path) -> None:
-    server = Server(lambda body: says("[[A]]" if body["messages"][-1]["content"].startswith("p1|") else "both!"))
+    server = Server(lambda body: reply_with("[[A]]" if body["messages"][-1]["content"].startswith("p1|") else "both!"))
     try:
         judge = tmp_path / "judge.toml"
         judge.write_text(COMPARISON.format(url=server.url))

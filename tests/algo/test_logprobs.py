@@ -157,7 +157,7 @@ def test_half_precision_gradients_of_many_chunks_are_summed_in_float32(monkeypat
     assert error() < 1.5 * unchunked_error
 
 
-def held(make: Callable[[], Tensor]) -> int:
+def saved_elements(make: Callable[[], Tensor]) -> int:
     """Number of elements saved for the backward pass, without parameters and inputs."""
     sizes: dict[int, int] = {}
 
@@ -173,10 +173,12 @@ def held(make: Callable[[], Tensor]) -> int:
 
 def test_backward_pass_does_not_store_the_rows_times_vocabulary_logits() -> None:
     hidden, head, bias, targets = inputs(rows=64, vocabulary=500)
-    plain = held(lambda: torch.nn.functional.linear(hidden, head, bias).log_softmax(-1)[:, 0])
+    plain = saved_elements(lambda: torch.nn.functional.linear(hidden, head, bias).log_softmax(-1)[:, 0])
     assert plain >= 64 * 500
-    assert held(lambda: token_logprobs(hidden, head, targets, bias)) <= 4 * 64
-    assert held(lambda: token_logprobs_and_entropy(hidden, head, targets, bias, entropy_grad=True)[0]) <= 4 * 64
+    assert saved_elements(lambda: token_logprobs(hidden, head, targets, bias)) <= 4 * 64
+    assert (
+        saved_elements(lambda: token_logprobs_and_entropy(hidden, head, targets, bias, entropy_grad=True)[0]) <= 4 * 64
+    )
 
 
 def test_extreme_logits_stay_finite() -> None:

@@ -81,7 +81,7 @@ def finished_run(directory: Path, truths: list[float]) -> Path:
     return directory
 
 
-def shown(file: Path) -> tuple[ElementTree.Element, str]:
+def parsed_svg(file: Path) -> tuple[ElementTree.Element, str]:
     root = ElementTree.parse(file).getroot()
     return root, "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
 
@@ -102,7 +102,7 @@ def test_each_plot_is_drawn_or_reported_as_missing(
     plots.draw_all(tmp_path, tmp_path)
     assert "not drawn" not in capsys.readouterr().out
     for file in tmp_path.glob("*.svg"):
-        root, words = shown(file)
+        root, words = parsed_svg(file)
         assert "2026-11-15" in words or file.stem == "smollm2-ppo-rm"
         width, height = (float(v) for v in root.attrib["viewBox"].split()[2:])
         for text in root.iter(f"{SVG}text"):

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.interop.environments import CLIENTS, ROOT
-from tests.serve.mistakes import FORMS, made, sentences
+from tests.serve.mistakes import FORMS, replies_to_mistakes, sentences
 from tests.serve.process import ServerProcess, free_port
 
 pytestmark = pytest.mark.interop
@@ -110,7 +110,7 @@ def test_pytriton_and_plaudit_give_the_same_status_for_the_twelve_mistakes(
     pytriton: httpx.Client, server: ServerProcess
 ) -> None:
     form = FORMS["triton"]
-    theirs, ours = made(pytriton, form), made(server.http, form)
+    theirs, ours = replies_to_mistakes(pytriton, form), replies_to_mistakes(server.http, form)
     statuses = {mistake: reply.status_code for mistake, reply in theirs.items()}
     assert statuses == {**form.statuses, **form.originally}
     assert {mistake: reply.status_code for mistake, reply in ours.items()} == form.statuses

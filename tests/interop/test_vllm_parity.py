@@ -26,7 +26,7 @@ from tests.interop import vllm_cases
 from tests.interop.environments import ROOT
 from tests.interop.vllm_cases import Case
 from tests.reward import tiny
-from tests.serve.mistakes import FORMS, made
+from tests.serve.mistakes import FORMS, replies_to_mistakes
 from tests.serve.process import ServerProcess, free_port
 
 pytestmark = pytest.mark.interop
@@ -228,7 +228,10 @@ def check_mistakes(vllm: httpx.Client, ours: httpx.Client) -> None:
     """The twelve mistakes of every protocol: status, keys and types, at vLLM's own paths."""
     form = FORMS["vllm"]
     own = replace(form, path="/classify", body={**form.body, "model": "reward"}, long=[vllm_cases.LONG])
-    theirs, mine = made(vllm, own), made(ours, replace(own, path="/vllm/classify"), "/vllm")
+    theirs, mine = (
+        replies_to_mistakes(vllm, own),
+        replies_to_mistakes(ours, replace(own, path="/vllm/classify"), "/vllm"),
+    )
     statuses = {mistake: reply.status_code for mistake, reply in theirs.items()}
     assert statuses == {**form.statuses, **form.originally}
     for mistake, reply in theirs.items():

@@ -25,7 +25,7 @@ from tests.train.rl_world import recipe
 ASYNC = {"placement": {"name": "async", "staleness": 2}}
 
 
-def asked(tree: Any, count: int) -> list[str]:
+def first_prompts(tree: Any, count: int) -> list[str]:
     """The first prompts of the data, in order."""
     loaded = load_policy("sums-policy")
     source = open_prompts(tree.data, loaded.tokenizer, tree.seed, LengthLimits(256, tree.sampling.max_tokens))
@@ -47,7 +47,7 @@ def test_staleness_is_bounded_and_each_prompt_is_used_once(tmp_path: Path, rollo
     viewer = train(tmp_path / "run", tree, rollout_host)
     assert 0 < max(ages(tmp_path / "run")) <= 2
     assert max(metrics["staleness/max"] for metrics in viewer.seen) == max(ages(tmp_path / "run"))
-    assert prompts_of(tmp_path / "run") == asked(tree, 48), "in their order, none twice, none left out"
+    assert prompts_of(tmp_path / "run") == first_prompts(tree, 48), "in their order, none twice, none left out"
     for step in samples(tmp_path / "run"):
         for sample in step:
             assert list(sample.versions) == sorted(sample.versions), "weights only grow newer"
@@ -299,5 +299,5 @@ def test_a_killed_async_run_resumes_with_its_pending_samples(tmp_path: Path, rol
         train(tmp_path / "run", tree, rollout_host, kill)
     viewer: Watched = train(tmp_path / "run", tree, rollout_host, resume=True)
     assert len(viewer.seen) == 4, "from the checkpoint of step 4 on"
-    assert prompts_of(tmp_path / "run") == asked(tree, 64)
+    assert prompts_of(tmp_path / "run") == first_prompts(tree, 64)
     assert max(ages(tmp_path / "run")) <= 2

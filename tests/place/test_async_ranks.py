@@ -19,9 +19,9 @@ from plaudit.config import to_toml
 from plaudit.place.async_rollouts import FILE
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import samples, small, train
-from tests.place.test_async import ages, asked, prompts_of
+from tests.place.test_async import ages, first_prompts, prompts_of
 from tests.train.rl_world import weights
-from tests.train.test_ranks import ENV, LIMIT, TWO, Shape, begun, command, fork_ranks, ranks_of, steps
+from tests.train.test_ranks import ENV, LIMIT, TWO, Shape, command, fork_ranks, ranks_of, steps, wait_for_first_step
 
 pytestmark = pytest.mark.slow
 
@@ -84,13 +84,13 @@ def test_two_ranks_with_staleness_2_use_each_prompt_once_within_the_bound(tmp_pa
     file, run = written(tmp_path, 6, GRPO, **AHEAD), tmp_path / "run"
     fork_ranks(2, command(file, run, TWO)[3:], tmp_path)
     assert 0 < max(ages(run)) <= 2
-    assert prompts_of(run) == asked(small(6, GRPO), 48), "in their order, none twice, none left out"
+    assert prompts_of(run) == first_prompts(small(6, GRPO), 48), "in their order, none twice, none left out"
     assert all(values["publish/gather_bytes"] == values["publish/bytes"] for values in steps(run))
 
 
 def started(file: Path, run: Path, *more: str) -> "subprocess.Popen[str]":
     child = subprocess.Popen(command(file, run, TWO, *more), env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     return child
 
 
@@ -121,7 +121,7 @@ def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_pending_prompts(
     (latest,) = [path for path in (run / "checkpoints").glob("step-*") if path.name == f"step-{done:06d}"]
     assert (latest / FILE).exists()
     fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={done + 4}")[3:], tmp_path)
-    assert prompts_of(run) == asked(small(6, GRPO), 8 * (done + 4)), "no prompt lost, none twice"
+    assert prompts_of(run) == first_prompts(small(6, GRPO), 8 * (done + 4)), "no prompt lost, none twice"
     assert max(ages(run)) <= 2
 
 
@@ -140,7 +140,7 @@ def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(rank: int,
     assert not alive
     last = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
     fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={last + 3}")[3:], tmp_path)
-    assert prompts_of(run) == asked(small(6, GRPO), 8 * (last + 3))
+    assert prompts_of(run) == first_prompts(small(6, GRPO), 8 * (last + 3))
 
 
 def test_repeated_rollout_failures_end_the_run_and_save_the_state_of_all_ranks(tmp_path: Path) -> None:

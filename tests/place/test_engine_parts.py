@@ -29,12 +29,12 @@ from tests.train.test_ranks import (
     TWO,
     Shape,
     back_to_step_2,
-    begun,
     close,
     command,
     fork_ranks,
     ranks_of,
     run_alone,
+    wait_for_first_step,
     written,
 )
 
@@ -179,7 +179,7 @@ def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
     sets = ("--set", f"placement.name={placement}")
     words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE), *sets)
     child = subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     ranks = ranks_of(child.pid)
     ranks[victim].kill()
     _, stderr = child.communicate(timeout=60)

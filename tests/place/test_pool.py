@@ -48,7 +48,7 @@ class CoreEngine:
         self.closed = True
 
 
-def asked(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[1, 5 + i % 7, 3 + i % 11, 9, i % 13 + 2] for i in range(count)]
     return prompts, [SamplingParams(n=2, max_tokens=4, seed=i) for i in range(count)]
 
@@ -58,7 +58,7 @@ def tokens(samples: list[Sample]) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def test_many_engines_match_the_samples_and_order_of_one() -> None:
-    prompts, params = asked(12)
+    prompts, params = requests(12)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     members = [CoreEngine("a"), CoreEngine("b"), CoreEngine("c")]
     actual = EnginePool(members).generate(prompts, params)
@@ -86,7 +86,7 @@ def test_prompts_go_to_the_engine_with_their_prefix_unless_its_load_is_much_high
 
 
 def test_requests_of_a_dead_engine_move_to_the_others_without_duplicates() -> None:
-    prompts, params = asked(12)
+    prompts, params = requests(12)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     members = [CoreEngine("a"), CoreEngine("b"), CoreEngine("c")]
     members[1].dies = True
@@ -105,7 +105,7 @@ def test_when_no_engine_is_left_the_error_gives_the_reason_for_each() -> None:
     pool = EnginePool(members)
     pool.new_version(0)
     with pytest.raises(EngineLost, match="a: a was killed; b: has weights of version None, expected 0"):
-        pool.generate(*asked(3))
+        pool.generate(*requests(3))
 
 
 def test_a_restarted_engine_gets_no_requests_before_it_has_weights() -> None:
@@ -113,24 +113,24 @@ def test_a_restarted_engine_gets_no_requests_before_it_has_weights() -> None:
     pool = EnginePool(members)
     pool.new_version(3)
     members[1].dies = True
-    pool.generate(*asked(4))
+    pool.generate(*requests(4))
     members[1].dies, members[1].version = False, None
     members[1].asked.clear()
     assert pool.look() == {}  # it is healthy again, but its weights are stale
-    pool.generate(*asked(4))
+    pool.generate(*requests(4))
     assert not members[1].asked
     members[1].version = 3
-    pool.generate(*asked(4))
+    pool.generate(*requests(4))
     assert members[1].asked
     pool.new_version(4)
     members[0].version = 4
     members[1].asked.clear()
-    pool.generate(*asked(4))
+    pool.generate(*requests(4))
     assert not members[1].asked
 
 
 def test_engines_can_be_added_and_removed_during_generation() -> None:
-    prompts, params = asked(8)
+    prompts, params = requests(8)
     first, second = CoreEngine("a"), CoreEngine("b")
     first.gate = threading.Event()
     pool = EnginePool([first])
@@ -162,7 +162,7 @@ def test_the_recovery_callback_is_called_when_no_engine_is_left() -> None:
         return True
 
     pool = EnginePool([engine], recover)
-    assert len(pool.generate(*asked(3))) == 6
+    assert len(pool.generate(*requests(3))) == 6
     assert recoveries == [1]
 
 

@@ -29,7 +29,7 @@ from tests.place.runs import GRPO, samples, small, train
 from tests.train.rl_world import recipe
 
 
-def asked(count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
     draw = np.random.default_rng(2)
     prompts = [draw.integers(3, tiny.VOCAB, n).tolist() for n in draw.integers(1, 90, count)]
     return prompts, [SamplingParams(n=2, max_tokens=1 + i % 12, temperature=0.9, seed=i) for i in range(count)]
@@ -55,7 +55,7 @@ def open_files() -> int:
 
 
 def test_two_pools_match_the_samples_of_one_engine_and_leak_nothing() -> None:
-    prompts, params = asked()
+    prompts, params = requests()
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     prefillers, decoders = [prefill("p0"), prefill("p1")], [decode("d0"), decode("d1"), decode("d2")]
     before = open_files()
@@ -73,7 +73,7 @@ def test_two_pools_transfer_the_recurrent_states_of_a_hybrid_model() -> None:
     def engine() -> Engine:
         return Engine(model("lfm2"), state_every=16)
 
-    prompts, params = asked(8)
+    prompts, params = requests(8)
     alone = engine().generate(prompts, params)
     decoders = [DecodeEngine("d0", engine()), DecodeEngine("d1", engine())]
     actual = PrefillDecode(EnginePool([PrefillEngine("p", engine())]), EnginePool(decoders), piece=4).generate(
@@ -85,7 +85,7 @@ def test_two_pools_transfer_the_recurrent_states_of_a_hybrid_model() -> None:
 
 
 def test_one_chunk_on_one_engine_of_each_kind_matches_bit_for_bit() -> None:
-    prompts, _ = asked(6)
+    prompts, _ = requests(6)
     params = [SamplingParams(max_tokens=10, seed=i) for i in range(6)]
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     actual = PrefillDecode(EnginePool([prefill()]), EnginePool([decode()])).generate(prompts, params)
@@ -110,7 +110,7 @@ class Dying(DecodeEngine):
 
 
 def test_another_decode_engine_reuses_the_kv_of_a_dead_one() -> None:
-    prompts, params = asked(8)
+    prompts, params = requests(8)
     alone = Engine(tiny.model("llama")).generate(prompts, params)
     spare = decode("spare")
     dying = Dying("dying", Engine(tiny.model("llama")))
@@ -120,7 +120,7 @@ def test_another_decode_engine_reuses_the_kv_of_a_dead_one() -> None:
 
 
 def test_kv_of_other_weights_is_not_used() -> None:
-    prompts, _ = asked(4)
+    prompts, _ = requests(4)
     prefiller, decoder = prefill(), decode()
     torch.nn.init.normal_(next(decoder.engine.decoder.module.parameters()), generator=torch.Generator().manual_seed(1))
     decoder.engine.new_version(1)
@@ -136,7 +136,7 @@ def test_kv_of_other_weights_is_not_used() -> None:
 def test_a_parcel_reaches_another_process(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    prompts, _ = asked(1)
+    prompts, _ = requests(1)
     engine = Engine(tiny.model("llama").to(device))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
     parcel = Parcel(engine.export_kv(prompts[0]))
@@ -173,7 +173,7 @@ print(json.dumps([engine.stats().tokens_shared, sample.token_ids, sample.logprob
 
 
 def test_an_opened_parcel_equals_the_packed_kv() -> None:
-    prompts, _ = asked(1)
+    prompts, _ = requests(1)
     engine = Engine(tiny.model("gpt_oss"))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
     handover = engine.export_kv(prompts[0], "")

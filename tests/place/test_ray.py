@@ -27,7 +27,7 @@ from plaudit.place.ray.launch import launch_on_ray
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run.run import Run
 from tests.place.runs import GRPO, OWN_AFFAIRS, samples, small
-from tests.place.test_async import asked, prompts_of
+from tests.place.test_async import first_prompts, prompts_of
 from tests.train.rl_world import Silent, weights
 
 SECONDS = 240.0
@@ -154,7 +154,7 @@ def test_a_killed_rank_is_replaced_and_the_run_resumes_from_its_checkpoint(
         kill("ray::RankActor", raylets(cluster))
 
     assert on_ray(run, tree, strike) == 0
-    assert prompts_of(run) == asked(tree, 40), "no prompt lost, none twice"
+    assert prompts_of(run) == first_prompts(tree, 40), "no prompt lost, none twice"
     output = capfd.readouterr()
     assert "has died" in output.err
     assert "it resumes from step-" in output.err
@@ -193,7 +193,7 @@ def test_stopped_actors_are_killed_and_the_run_continues(
         driver[0].suspend()
 
     assert on_ray(run, tree, strike) == 0
-    assert prompts_of(run) == asked(tree, 72), "no prompt lost, none twice"
+    assert prompts_of(run) == first_prompts(tree, 72), "no prompt lost, none twice"
     output = capfd.readouterr()
     assert "plaudit: rank 0 (pid " in output.out
     assert "was stopped (SIGSTOP) for 10 s and was ended" in output.out
@@ -216,7 +216,7 @@ def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pyte
             kill(name, [os.getpid()])
 
     assert on_ray(run, tree, strike) == 0
-    assert prompts_of(run) == asked(tree, 2400), "no prompt lost, none twice"
+    assert prompts_of(run) == first_prompts(tree, 2400), "no prompt lost, none twice"
     assert "the run on Ray was lost" in capfd.readouterr().err
 
 

@@ -25,7 +25,7 @@ def bits(tensors: Any) -> list[bytes]:
     return [t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
-def made() -> list[torch.Tensor]:
+def random_tensors() -> list[torch.Tensor]:
     torch.manual_seed(0)
     tensors = [
         torch.randn(257, 1000 + i, device="cuda", dtype=d) for i, d in enumerate((torch.float32, torch.bfloat16))
@@ -34,7 +34,7 @@ def made() -> list[torch.Tensor]:
 
 
 def test_a_round_trip_is_bit_identical_and_frees_the_memory() -> None:
-    tensors = [*made(), torch.randn(64 * MIB // 4, device="cuda")]
+    tensors = [*random_tensors(), torch.randn(64 * MIB // 4, device="cuda")]
     before, strides = bits(tensors), [t.stride() for t in tensors]
     parked = Parked(lambda: tensors, HostStore(torch.device("cuda")))
     for ahead in (False, True, True):

@@ -14,7 +14,7 @@ from plaudit.report.terminal import print_report
 from plaudit.rl.verify import Verdict, keep
 
 
-def made(directory: Path, *, apart: float, hashed: bool = True) -> Path:
+def write_run(directory: Path, *, apart: float, hashed: bool = True) -> Path:
     directory.mkdir()
     events = EventLog(directory)
     for step in (1, 2):
@@ -26,7 +26,7 @@ def made(directory: Path, *, apart: float, hashed: bool = True) -> Path:
 
 
 def test_the_report_shows_hashes_agreement_and_the_verify_result(tmp_path: Path) -> None:
-    run = made(tmp_path / "run", apart=0.0)
+    run = write_run(tmp_path / "run", apart=0.0)
     line = "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner bit-identical in every step"
     assert read_history(run).proof == [line]
     keep(Verdict(True, "equal to the bit: step 2, recomputed from the start"), run)
@@ -41,9 +41,9 @@ def test_the_report_shows_hashes_agreement_and_the_verify_result(tmp_path: Path)
 
 
 def test_differences_are_quantified_and_missing_proofs_are_left_out(tmp_path: Path) -> None:
-    (line,) = read_history(made(tmp_path / "cpu", apart=1e-7)).proof
+    (line,) = read_history(write_run(tmp_path / "cpu", apart=1e-7)).proof
     assert line.endswith("log-probs of engine and learner differ by at most 2.0e-07 per token")
-    bare = made(tmp_path / "bare", apart=0.0, hashed=False)
+    bare = write_run(tmp_path / "bare", apart=0.0, hashed=False)
     assert not read_history(bare).proof
     (bare / VERIFIED).write_text("{")
     assert read_history(bare).proof == [f"{VERIFIED} cannot be read; run `plaudit verify {bare}` to write it again"]

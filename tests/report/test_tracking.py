@@ -28,7 +28,7 @@ def finish(): _say(finished=True)
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tracker_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "trackio.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
@@ -51,7 +51,7 @@ def lines(file: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_that_fails_is_sent_up_to_its_last_metric(
-    tmp_path: Path, told: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, tracker_log: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = begun_run(tmp_path / "mine")
 
@@ -64,7 +64,7 @@ def test_a_run_that_fails_is_sent_up_to_its_last_metric(
     with pytest.raises(KeyError, match="a fault of the run"):
         fails()
     log.close()
-    first, *steps, last = lines(told)
+    first, *steps, last = lines(tracker_log)
     assert first == {"project": "plaudit", "name": "mine", "config": {"task": "rl", "train": {"lr": 0.25}}}
     assert steps == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     assert last == {"finished": True}
@@ -72,7 +72,7 @@ def test_a_run_that_fails_is_sent_up_to_its_last_metric(
 
 
 def test_a_tracker_that_fails_gives_a_warning_and_does_not_end_the_run(
-    tmp_path: Path, told: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, tracker_log: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = begun_run(tmp_path / "mine")
     (tmp_path / "packages" / "trackio.py").write_text("def init(**_): raise OSError('no network')")
@@ -97,19 +97,19 @@ def test_an_unknown_tracker_is_rejected_before_the_run_starts(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_followed_to_its_end(tmp_path: Path, told: Path) -> None:
+def test_a_finished_run_is_followed_to_its_end(tmp_path: Path, tracker_log: Path) -> None:
     log = begun_run(tmp_path / "mine")
     log.note("end")
     log.close()
     assert follow(tmp_path / "mine", "trackio") == 1
-    assert lines(told)[-1] == {"finished": True}
+    assert lines(tracker_log)[-1] == {"finished": True}
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_is_tracked(tmp_path: Path, told: Path) -> None:
+def test_a_run_trains_and_is_tracked(tmp_path: Path, tracker_log: Path) -> None:
     small = ["--set", "train.steps=2", "--set", "train.batch=8", "--set", "data.eval_items=8"]
     done = plaudit_here("train", "sums-sft", *small, "--track", "trackio", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    first, *steps, _ = lines(told)
+    first, *steps, _ = lines(tracker_log)
     assert first["config"]["train"]["steps"] == 2  # type: ignore[index]
     assert {each["step"] for each in steps if "loss" in each} == {1, 2}

@@ -103,7 +103,7 @@ class Server:
         self._http.server_close()
 
 
-def says(text: Any) -> tuple[int, Any]:
+def reply_with(text: Any) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
@@ -132,7 +132,7 @@ def scores_over_http(server: Server, items: list[Item], **keys: Any) -> list[Any
 def rate_by_length(body: dict[str, Any]) -> tuple[int, Any]:
     """Rate an answer by its length."""
     answer = body["messages"][-1]["content"].partition("Answer: ")[2].partition("\n")[0]
-    return says(f"I say {len(answer)}")
+    return reply_with(f"I say {len(answer)}")
 
 
 ITEMS = [Item(prompt="q", response="x" * i) for i in range(1, 8)]
@@ -170,7 +170,7 @@ def test_transient_errors_are_retried(serve: Any, status: int) -> None:
 
 @pytest.mark.parametrize("reply", [
     (302, b""), (307, b""), (400, b"{}"), (401, b"{}"), (200, b"not json"), (200, b"[]"), (200, b'{"choices": []}'),
-    says(None), says(7), (200, b"[" * 100_000), (200, b"x" * (5 << 20)),
+    reply_with(None), reply_with(7), (200, b"[" * 100_000), (200, b"x" * (5 << 20)),
 ])  # fmt: skip
 def test_permanent_errors_are_not_retried(serve: Any, reply: tuple[int, Any]) -> None:
     server = serve(lambda body: reply)

@@ -41,7 +41,7 @@ def test_high_return_cost_gives_rebase_over_the_deepest_leaves() -> None:
         assert counts == [0, 0, 0, *rebase([leaf.score for leaf in deep], 8, 0.2)]
 
 
-def begun(method: str = "best-first", **keys: float) -> Driver:
+def new_search(method: str = "best-first", **keys: float) -> Driver:
     table = SearchRuleTable.model_validate({"method": method, "width": 2, "return_cost": 0.0, **keys})
     return new_driver(Tree("", (1, 1, 1)), table, BudgetTable(), READING, "1")
 
@@ -66,7 +66,7 @@ def test_best_first_returns_to_unexpanded_and_to_expanded_nodes() -> None:
     2. Its children score 0. a has 0.95 - 0.1 * (1 + 1) = 0.75, b 0.9 - 0.1 = 0.8, the prompt 1 - 0.1 * (2 + 1) = 0.7:
        weights 0.37, 1 and 0.14, and ceil(2 / 1.50) = 2 go to b.
     3. Its children score 0 too. a has 0.75, b now 0.7, the prompt 0.7: ceil(2 / 1.74) = 2 more children go to a."""
-    driver = begun(return_cost=0.1, temperature=0.05)
+    driver = new_search(return_cost=0.1, temperature=0.05)
     assert driver.expansions() == [Expand(0, 2)]
     a, b = grow(driver, (0, "a;", 0.95), (0, "bb;", 0.9))
     assert driver.expansions() == [Expand(a, 2)]
@@ -86,7 +86,7 @@ def test_best_first_returns_to_unexpanded_and_to_expanded_nodes() -> None:
 
 
 def test_rebase_does_not_return_to_earlier_nodes() -> None:
-    driver = begun("rebase")
+    driver = new_search("rebase")
     driver.expansions()
     a, b = grow(driver, (0, "a;", 0.9), (0, "bb;", 0.8))
     driver.expansions()
@@ -97,13 +97,13 @@ def test_rebase_does_not_return_to_earlier_nodes() -> None:
 
 def test_twin_of_an_expanded_node_leaves_the_pool() -> None:
     """A twin has the same children: if it stayed in the pool, the pair would be chosen twice."""
-    driver = begun(return_cost=2)
+    driver = new_search(return_cost=2)
     driver.expansions()
     a, again = grow(driver, (0, "a;", 0.9), (0, "a;", 0.9))
     assert driver.expansions() == [Expand(a, 2)]
     assert driver.tree.nodes[again].state == "expanded"
     assert again not in driver.live()
-    driver = begun(width=4, return_cost=2)
+    driver = new_search(width=4, return_cost=2)
     driver.expansions()
     a, again, b, _ = grow(driver, (0, "a;", 0.1), (0, "a;", 0.1), (0, "b;", 0.9), (0, "c;", 0.1))
     assert driver.expansions() == [Expand(b, 4)]
@@ -111,7 +111,7 @@ def test_twin_of_an_expanded_node_leaves_the_pool() -> None:
 
 
 def test_best_first_samples_no_more_steps_than_a_level_search() -> None:
-    driver = begun(max_depth=3)
+    driver = new_search(max_depth=3)
     rounds = 0
     while expansions := driver.expansions():
         rounds += 1
@@ -133,7 +133,7 @@ def test_lead_takes_remaining_paths_into_account() -> None:
 
 def test_node_too_far_behind_is_pruned() -> None:
     """At a cost of 0.2 per level a score of 0.25 lasts for one level, and the prompt's 1, expanded once, for four."""
-    driver = begun(return_cost=0.2, temperature=0.01)
+    driver = new_search(return_cost=0.2, temperature=0.01)
     driver.expansions()
     at, behind = grow(driver, (0, "a;", 0.9), (0, "b;", 0.25))
     states, prompt = [], []

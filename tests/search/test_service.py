@@ -37,7 +37,7 @@ def body(question: str = QUESTION, **search: Any) -> dict[str, Any]:
     return {"prompt": question, "seed": 1, "search": {"method": "rebase", "width": 8, "steps": STEPS, **search}}
 
 
-def asked(server: ServerProcess, content: dict[str, Any], path: str = "/v1/search") -> dict[str, Any]:
+def post(server: ServerProcess, content: dict[str, Any], path: str = "/v1/search") -> dict[str, Any]:
     reply = server.http.post(path, json=content)
     assert reply.status_code == 200, reply.text
     result: dict[str, Any] = reply.json()
@@ -56,7 +56,7 @@ def test_answer_equals_that_of_the_library(server: ServerProcess, method: str) -
         [QUESTION], engine="sums-policy", prm="sums-steps", rule=method, width=8, seed=1, threads=1, stop=";",
         answer=r"#(\d+)$", options={"clusters": "text"}, max_step_tokens=24, max_tokens=180,
     )  # fmt: skip
-    result = asked(server, body(method=method))
+    result = post(server, body(method=method))
     assert outcome.answer is not None
     assert (result["answer"], result["stopped"]) == (outcome.answer.text, "done")
     assert result["response"] == outcome.tree.response(outcome.answer.node)
@@ -77,12 +77,12 @@ def test_answer_equals_that_of_the_library(server: ServerProcess, method: str) -
 
 def test_auto_uses_the_given_ground_and_needs_one(server: ServerProcess) -> None:
     ground = {"steps": 8, "accuracy": 0.3, "auc": 0.8}
-    result = asked(server, body(method="auto", ground=ground))
-    assert (result["method"], result["response"]) == ("rebase", asked(server, body(method="rebase"))["response"])
+    result = post(server, body(method="auto", ground=ground))
+    assert (result["method"], result["response"]) == ("rebase", post(server, body(method="rebase"))["response"])
     assert result["why"].startswith("the nearest cell of the table (8 steps, 30% right, AUC 0.8, width 4) says rebase")
     chat = {"messages": [{"role": "user", "content": QUESTION}], "seed": 1}
     search = {"method": "auto", "ground": ground, "width": 8, "steps": STEPS}
-    details = asked(server, {**chat, "search": search}, "/v1/chat/completions")["search"]
+    details = post(server, {**chat, "search": search}, "/v1/chat/completions")["search"]
     assert (details["method"], details["why"]) == ("rebase", result["why"])
     rejected = server.http.post("/v1/search", json=body(method="auto"))
     assert rejected.status_code == 422
@@ -91,7 +91,7 @@ def test_auto_uses_the_given_ground_and_needs_one(server: ServerProcess) -> None
 
 def test_outcome_model_scores_best_of_n(server: ServerProcess) -> None:
     steps = {**STEPS, "stop": ";"}  # an outcome model does not define steps
-    result = asked(server, {**body(method="best-of-n", vote="best", steps=steps), "prm": "sums"})
+    result = post(server, {**body(method="best-of-n", vote="best", steps=steps), "prm": "sums"})
     assert (result["prm"], result["stopped"]) == ("sums", "done")
     assert result["answer"] is not None
     reply = server.http.post("/v1/search", json={**body(), "prm": "sums"})
@@ -101,7 +101,7 @@ def test_outcome_model_scores_best_of_n(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_stream_reports_every_round(server: ServerProcess) -> None:
-    expected = asked(server, body())
+    expected = post(server, body())
     with server.http.stream("POST", "/v1/search", json={**body(), "stream": True}) as reply:
         assert reply.headers["content-type"] == "text/event-stream"
         *rounds, result = events(reply)
@@ -120,9 +120,9 @@ def test_chat_completion_with_a_search(server: ServerProcess) -> None:
     """The request is that of `client.chat.completions.create(..., extra_body={"search": ...})`."""
     search = {"method": "rebase", "width": 8, "steps": STEPS}
     content = {"messages": [{"role": "user", "content": QUESTION}], "seed": 1, "search": search}
-    expected = asked(server, {"messages": content["messages"], "seed": 1, "search": search})
+    expected = post(server, {"messages": content["messages"], "seed": 1, "search": search})
     for path in ("/v1/chat/completions", "/openai/v1/chat/completions"):
-        result = asked(server, {"model": "sums-policy", **content}, path)
+        result = post(server, {"model": "sums-policy", **content}, path)
         assert result["choices"] == [
             {
                 "index": 0, "message": {"role": "assistant", "content": expected["response"], "refusal": None},
@@ -139,7 +139,7 @@ def test_chat_completion_with_a_search(server: ServerProcess) -> None:
     assert text == expected["response"]
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], expected["usage"])
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
-    plain = asked(server, {"messages": content["messages"], "max_tokens": 8}, "/v1/chat/completions")
+    plain = post(server, {"messages": content["messages"], "max_tokens": 8}, "/v1/chat/completions")
     assert "search" not in plain, "a chat without a search is as ever"
 
 
@@ -187,7 +187,7 @@ def test_api_key_is_required(server: ServerProcess) -> None:
 
 
 def test_budgets_and_deadlines(server: ServerProcess) -> None:
-    result = asked(server, body(method="best-of-n", width=32, budget={"generated": 100}))
+    result = post(server, body(method="best-of-n", width=32, budget={"generated": 100}))
     assert result["stopped"] == "budget: generated"
     reply = server.http.post("/v1/search", json=body(), headers={"x-deadline": "0.000001"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (504, "deadline")
@@ -197,7 +197,7 @@ def test_budgets_and_deadlines(server: ServerProcess) -> None:
 def test_concurrent_clients_get_the_same_answers_as_alone(server: ServerProcess) -> None:
     """Each client gets the same answer as alone, while other clients disconnect."""
     questions = [f"{a}+{b}+{a + 1}+{9 - b}+7+8=" for a in range(1, 5) for b in range(1, 5)]
-    alone = {question: asked(server, body(question, width=4)) for question in questions[:4]}
+    alone = {question: post(server, body(question, width=4)) for question in questions[:4]}
     stop = threading.Event()
 
     def disturb() -> None:
@@ -212,7 +212,7 @@ def test_concurrent_clients_get_the_same_answers_as_alone(server: ServerProcess)
     disturber.start()
     try:
         with ThreadPoolExecutor(16) as clients:
-            results = list(clients.map(lambda question: asked(server, body(question, width=4)), questions))
+            results = list(clients.map(lambda question: post(server, body(question, width=4)), questions))
     finally:
         stop.set()
         disturber.join(WAIT)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.search.test_service import asked, body
+from tests.search.test_service import body, post
 from tests.serve.faults import Faults
 from tests.serve.process import ServerProcess
 
@@ -57,15 +57,15 @@ def disconnect_clients(server: ServerProcess, faults: Faults, count: int) -> Non
 
 
 def test_disconnected_client_cancels_its_search_and_frees_the_slot(server: ServerProcess, faults: Faults) -> None:
-    expected = asked(server, body())
+    expected = post(server, body())
     disconnect_clients(server, faults, 5)
     with ThreadPoolExecutor(2) as clients:  # both search slots
-        results = list(clients.map(lambda _: asked(server, body()), range(2)))
+        results = list(clients.map(lambda _: post(server, body()), range(2)))
     assert [each["response"] for each in results] == [expected["response"]] * 2
 
 
 def test_search_beyond_the_concurrency_limit_gets_503_with_retry_after(server: ServerProcess, faults: Faults) -> None:
-    expected = asked(server, body())
+    expected = post(server, body())
     faults.set(what="hold")
     with ThreadPoolExecutor(3) as clients:
         replies = [clients.submit(server.http.post, "/v1/search", json=body()) for _ in range(3)]
@@ -79,10 +79,10 @@ def test_search_beyond_the_concurrency_limit_gets_503_with_retry_after(server: S
 
 
 def test_worker_exit_during_a_search_does_not_change_the_result(server: ServerProcess, faults: Faults) -> None:
-    expected = asked(server, body())
+    expected = post(server, body())
     restarts = server.metric("plaudit_worker_restarts_total")
     faults.set(what="exit", once=True)
-    result = asked(server, body())
+    result = post(server, body())
     assert server.metric("plaudit_worker_restarts_total") == restarts + 1
     assert (result["response"], result["usage"], result["votes"]) == (
         expected["response"],

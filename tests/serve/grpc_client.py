@@ -11,7 +11,7 @@ from google.protobuf.json_format import ParseDict
 from plaudit.serve.grpc.messages import MESSAGES, SERVICE
 
 
-def shown(value):
+def as_json(value):
     if isinstance(value, bytes):
         return value.hex()
     return value if isinstance(value, (bool, str, int)) else str(value)
@@ -20,7 +20,7 @@ def shown(value):
 def fields(response):
     results = {field.name: value for field, value in response.ListFields()}
     repeated = {name for name, value in results.items() if hasattr(value, "__len__") and not isinstance(value, str)}
-    return {name: [*map(shown, value)] if name in repeated else shown(value) for name, value in results.items()}
+    return {name: [*map(as_json, value)] if name in repeated else as_json(value) for name, value in results.items()}
 
 
 config = json.load(sys.stdin)

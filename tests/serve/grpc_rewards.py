@@ -17,7 +17,7 @@ items, key, ca = config["items"], config["key"], config.get("ca")
 results = {}
 
 
-def asked(name, urls=url, *, what=items, steps=False, **options):
+def outcome(name, urls=url, *, what=items, steps=False, **options):
     with RewardClient(
         urls, **{"api_key": key, "ca_file": ca, "client_cert": config.get("cert"), "timeout": 120, **options}
     ) as client:
@@ -29,14 +29,14 @@ def asked(name, urls=url, *, what=items, steps=False, **options):
             results[name] = [type(error).__name__, getattr(error, "status", None), str(error)]
 
 
-asked("scores")
+outcome("scores")
 if ca is None:
-    asked("steps", steps=True)
-    asked("unknown", model="smus")
-    asked("stranger", api_key="key-of-nobody")
-    asked("large", what=[{"text": "a" * 300_000}])
-    asked("nowhere", "grpc://localhost:1", retries=1)
-    asked("other", ["grpc://localhost:1", url])
+    outcome("steps", steps=True)
+    outcome("unknown", model="smus")
+    outcome("stranger", api_key="key-of-nobody")
+    outcome("large", what=[{"text": "a" * 300_000}])
+    outcome("nowhere", "grpc://localhost:1", retries=1)
+    outcome("other", ["grpc://localhost:1", url])
 
     calls = []
 
@@ -55,10 +55,10 @@ if ca is None:
     port = server.add_insecure_port("localhost:0")
     server.start()
     retries = []
-    asked("busy", f"grpc://localhost:{port}", what=[{"text": "a"}], on_retry=lambda why, _: retries.append(why))
+    outcome("busy", f"grpc://localhost:{port}", what=[{"text": "a"}], on_retry=lambda why, _: retries.append(why))
     results["heard"] = retries
     server.stop(None)
 else:
-    asked("untrusted", ca_file=config["others"])
+    outcome("untrusted", ca_file=config["others"])
 results["modules"] = [name for name in ("torch", "google.protobuf", "plaudit.serve") if name in sys.modules]
 print(json.dumps(results))

@@ -31,7 +31,7 @@ def write_judge(directory: Path) -> Path:
     return write_plain(module, directory, tokenizer)
 
 
-def asked(server: ServerProcess, path: str, **fields: Any) -> dict[str, Any]:
+def post(server: ServerProcess, path: str, **fields: Any) -> dict[str, Any]:
     reply = server.http.post(path, json={"model": "judge", **fields})
     assert reply.status_code == 200, reply.text
     content: dict[str, Any] = reply.json()
@@ -39,7 +39,7 @@ def asked(server: ServerProcess, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def chat(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    return asked(server, "/v1/chat/completions", **{"messages": CHAT, "max_tokens": 12, "temperature": 0, **fields})
+    return post(server, "/v1/chat/completions", **{"messages": CHAT, "max_tokens": 12, "temperature": 0, **fields})
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ def verify(prompt: Any, *output: dict[str, Any], **fields: Any) -> dict[str, Any
     return {"responses_create_params": {"input": prompt}, "response": {"id": "r", "output": list(output)}, **fields}
 
 
-def said(text: str) -> dict[str, Any]:
+def message_of(text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "role": "assistant", "status": "completed", "id": "m", "content": content}
 
@@ -110,7 +110,7 @@ FORMS = {
         {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 404},
     ),
     "nemo-gym": Form(
-        "/verify", verify("1+2=", said("#3")), "response", {"output": []}, {"output": [said(LONG)]},
+        "/verify", verify("1+2=", message_of("#3")), "response", {"output": []}, {"output": [message_of(LONG)]},
         lambda error: set(error) == {"detail"},
         {**ALL, **dict.fromkeys(BROKEN, 422), **INVALID, "empty": 422, "long": 422, "model": 200},
         {"gzip": 422},
@@ -118,7 +118,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def made(http: httpx.Client, form: Form, base: str = "") -> dict[str, httpx.Response]:
+def replies_to_mistakes(http: httpx.Client, form: Form, base: str = "") -> dict[str, httpx.Response]:
     """The reply to each mistake. Unknown paths below `base` belong to the protocol."""
     path, body, json_type = form.path, form.body, {"content-type": "application/json"}
 

@@ -48,7 +48,7 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-values.astype(np.float64)))
 
 
-def asked(server: ServerProcess, path: str, **body: Any) -> Any:
+def call(server: ServerProcess, path: str, **body: Any) -> Any:
     reply = server.http.post(path, json=body)
     assert reply.status_code == 200, reply.text + server.log()
     return reply.json()
@@ -58,20 +58,20 @@ def test_tei_rerank_truncates_long_texts_unless_truncate_is_false(
     server: ServerProcess, models: dict[str, Path]
 ) -> None:
     raw = expected(models["bert"], [(QUERY, text) for text in DOCUMENTS])[:, 0]
-    ranks = asked(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)
+    ranks = call(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)
     assert [rank["index"] for rank in ranks] == np.argsort(-raw).tolist()
     assert np.abs(np.array([rank["score"] for rank in ranks]) - np.sort(raw)[::-1]).max() < 1e-5
-    shown = asked(server, "/rerank", query=QUERY, texts=DOCUMENTS, return_text=True)
+    shown = call(server, "/rerank", query=QUERY, texts=DOCUMENTS, return_text=True)
     assert shown[0]["text"] == DOCUMENTS[int(raw.argmax())]
     assert abs(shown[0]["score"] - sigmoid(raw).max()) < 1e-5
     refused = server.http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "truncate": False})
     assert refused.status_code == 413
     assert "texts[4]" in refused.text
     assert server_info(server)["auto_truncate"] is True
-    alone = asked(server, "/predict", inputs=[QUERY, DOCUMENTS[1]], raw_scores=True)
+    alone = call(server, "/predict", inputs=[QUERY, DOCUMENTS[1]], raw_scores=True)
     assert abs(alone[0]["score"] - raw[1]) < 1e-5
     left = plain(models["bert"], [(QUERY + DOCUMENTS[4], None)], truncation=True, max_length=64).numpy()
-    predicted = asked(server, "/predict", inputs=QUERY + DOCUMENTS[4], raw_scores=True)
+    predicted = call(server, "/predict", inputs=QUERY + DOCUMENTS[4], raw_scores=True)
     assert abs(predicted[0]["score"] - left[0, 0]) < 1e-5
 
 
@@ -87,13 +87,13 @@ def test_every_reranking_protocol_gives_the_scores_of_transformers(
     raw = expected(models[name], [(QUERY, text) for text in short])[:, 0]
     scores: dict[str, list[tuple[int, float]]] = {}
     body = {"model": name, "query": QUERY, "documents": short}
-    infinity = asked(server, "/infinity/rerank", **body, raw_scores=True)
+    infinity = call(server, "/infinity/rerank", **body, raw_scores=True)
     scores["infinity"] = [(each["index"], each["relevance_score"]) for each in infinity["results"]]
-    vllm = asked(server, "/vllm/v1/rerank", **body, use_activation=False)
+    vllm = call(server, "/vllm/v1/rerank", **body, use_activation=False)
     scores["vllm"] = [(each["index"], each["relevance_score"]) for each in vllm["results"]]
-    pairs = asked(server, "/vllm/score", model=name, text_1=QUERY, text_2=short, use_activation=False)
+    pairs = call(server, "/vllm/score", model=name, text_1=QUERY, text_2=short, use_activation=False)
     scores["score"] = [(each["index"], each["score"]) for each in pairs["data"]]
-    sglang = asked(server, "/sglang/v1/rerank", **body)
+    sglang = call(server, "/sglang/v1/rerank", **body)
     scores["sglang"] = [(each["index"], each["score"]) for each in sglang]
     native = server.rewards([{"prompt": QUERY, "responses": [short[0], short[2], short[3]]}], model=name).json()
     for protocol, ranked in scores.items():
@@ -133,11 +133,11 @@ def test_labels_without_weights_give_one_score_each_and_no_total(
     server: ServerProcess, models: dict[str, Path]
 ) -> None:
     row = expected(models["labels"], [(QUERY, None)])[0]
-    classes = asked(server, "/infinity/classify", model="labels", input=[QUERY], raw_scores=False)["data"][0]
+    classes = call(server, "/infinity/classify", model="labels", input=[QUERY], raw_scores=False)["data"][0]
     assert {each["label"] for each in classes} == set(LABELS.values())
     scores = [next(each["score"] for each in classes if each["label"] == label) for label in LABELS.values()]
     assert np.abs(np.array(scores) - sigmoid(row)).max() < 1e-5  # multi-label: each label is independent
-    probs = asked(server, "/classify", model="labels", input=QUERY)["data"][0]["probs"]
+    probs = call(server, "/classify", model="labels", input=QUERY)["data"][0]["probs"]
     assert np.abs(np.array(probs) - sigmoid(row)).max() < 1e-5
     item = server.rewards([{"text": QUERY}], model="labels").json()["items"][0]
     assert item["scores"] == [None]

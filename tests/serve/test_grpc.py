@@ -44,7 +44,7 @@ def port_of(server: ServerProcess) -> int:
     raise AssertionError(f"no gRPC:\n{server.log()}")
 
 
-def asked(port: int, *calls: dict[str, Any], **tls: str) -> list[Any]:
+def run_client(port: int, *calls: dict[str, Any], **tls: str) -> list[Any]:
     request = json.dumps({"port": port, "calls": calls, **tls})
     result = subprocess.run([sys.executable, str(CLIENT)], input=request, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -111,7 +111,7 @@ def test_scores_metadata_and_errors_equal_those_of_http(server: ServerProcess) -
     late = rows_request(rows, raw=True)
     many = rows_request([[5] * 400] * 100, raw=True)
     named = {"fields": {"name": "sums"}, "metadata": LET_IN}
-    responses = asked(
+    responses = run_client(
         port_of(server),
         {"method": "ServerLive"}, {"method": "ServerReady"}, {"method": "ModelReady", "fields": {"name": "sums"}},
         {"method": "ModelReady", "fields": {"name": "nobody"}, "metadata": LET_IN},
@@ -189,10 +189,10 @@ def test_mutual_tls_requires_a_trusted_client_certificate(tmp_path: Path) -> Non
     with ServerProcess({**RULE, **tls, "grpc_port": 0}, wait=False) as server:
         port, call = port_of(server), {"method": "ServerLive"}
         ca = str(ours.file)
-        assert asked(port, call, ca=ca, cert=client[0], key=client[1]) == [{"live": True}]
-        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=untrusted[0], key=untrusted[1])
+        assert run_client(port, call, ca=ca, cert=client[0], key=client[1]) == [{"live": True}]
+        (refused,) = run_client(port, {**call, "wait": False}, ca=ca, cert=untrusted[0], key=untrusted[1])
         assert refused["status"] == "UNAVAILABLE"
-        (plain,) = asked(port, {**call, "wait": False})
+        (plain,) = run_client(port, {**call, "wait": False})
         assert plain["status"] == "UNAVAILABLE"
         (tmp_path / "both.pem").write_bytes(b"".join(Path(file).read_bytes() for file in client))
         files = {"ca": ca, "cert": str(tmp_path / "both.pem"), "others": str(others.file)}

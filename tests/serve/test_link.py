@@ -27,16 +27,16 @@ async def answers(deployment: Deployment, tokens: list[int]) -> list[Answer | No
     return ticket.answers
 
 
-def shown(answer: Answer | None) -> float | str:
+def outcome(answer: Answer | None) -> float | str:
     return answer.type if isinstance(answer, ItemError) else float(np.asarray(answer).item())
 
 
 def test_several_crashing_works_in_one_batch_are_isolated_one_by_one() -> None:
     async def use(deployment: Deployment) -> None:
-        results = [shown(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
+        results = [outcome(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
         assert results == [1, "worker_crash", "worker_crash", 4, 5, 6]
         assert deployment.restarts == (REJECT_AFTER - 1) + 2
-        assert [shown(answer) for answer in await answers(deployment, [7])] == [7]
+        assert [outcome(answer) for answer in await answers(deployment, [7])] == [7]
         assert (deployment.in_flight_tokens, deployment.queue.items) == (0, 0)
 
     deployed(use, [2, 3])
@@ -44,11 +44,11 @@ def test_several_crashing_works_in_one_batch_are_isolated_one_by_one() -> None:
 
 def test_a_model_whose_worker_crashes_on_every_work_fails() -> None:
     async def use(deployment: Deployment) -> None:
-        results = [shown(answer) for answer in await answers(deployment, list(range(10)))]
+        results = [outcome(answer) for answer in await answers(deployment, list(range(10)))]
         assert results == ["worker_crash"] * (MAX_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
         assert deployment.state == "failed"
         assert f"{MOST_DEATHS} times in a row" in deployment.reason
-        assert [shown(answer) for answer in await answers(deployment, [7])] == ["model_failed"]
+        assert [outcome(answer) for answer in await answers(deployment, [7])] == ["model_failed"]
 
     deployed(use, list(range(10)))
 
@@ -69,7 +69,7 @@ def test_works_cancelled_while_the_worker_is_dead_are_dropped() -> None:
             await asyncio.sleep(0.01)
         deployment.cancel(dropped)
         await asyncio.wait_for(kept.done, 60)
-        assert [shown(answer) for answer in kept.answers] == [1, 2]
+        assert [outcome(answer) for answer in kept.answers] == [1, 2]
         assert dropped.answers == [None] * 3
         assert not deployment._jobs_by_key
         assert (deployment.in_flight_tokens, deployment.queue.items, deployment.restarts) == (0, 0, 1)
@@ -94,7 +94,7 @@ def test_nothing_is_sent_to_a_worker_that_has_just_died() -> None:
             await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*(ticket.done for ticket in tickets)), 60)
         for index, ticket in enumerate(tickets):
-            assert [shown(answer) for answer in ticket.answers] == [2 * index, 2 * index + 1]
+            assert [outcome(answer) for answer in ticket.answers] == [2 * index, 2 * index + 1]
         assert errors == []
 
     deployed(use, [], replicas=2)

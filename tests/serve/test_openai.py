@@ -17,7 +17,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.models import load_any
 from plaudit.serve.workers.frames import TextPiece
 from plaudit.serve.workers.jobs import Continuation
-from tests.serve.judge_model import CHAT, asked, chat, prompt_of, streamed, write_judge
+from tests.serve.judge_model import CHAT, chat, post, prompt_of, streamed, write_judge
 from tests.serve.process import ServerProcess
 
 KEY = "key-of-the-judge"
@@ -78,7 +78,7 @@ def test_a_greedy_completion_equals_that_of_transformers(
         "prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": total
     }  # fmt: skip
     assert (reply["object"], reply["model"]) == ("chat.completion", "judge")
-    by_tokens = asked(server, "/v1/completions", prompt=prompt, max_tokens=12, temperature=0, logprobs=0)["choices"][0]
+    by_tokens = post(server, "/v1/completions", prompt=prompt, max_tokens=12, temperature=0, logprobs=0)["choices"][0]
     assert by_tokens["text"] == choice["message"]["content"]
     assert by_tokens["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-5)
 
@@ -87,7 +87,7 @@ def test_samples_equal_those_of_the_engine(server: ServerProcess, engine: Engine
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 9, "n": 3}
     samples = engine.generate(["hello", "7+8="], SamplingParams(**options))
     assert len({sample.text for sample in samples}) > 1
-    reply = asked(server, "/v1/completions", prompt=["hello", "7+8="], logprobs=0, **options)
+    reply = post(server, "/v1/completions", prompt=["hello", "7+8="], logprobs=0, **options)
     assert [choice["index"] for choice in reply["choices"]] == list(range(6))
     assert [choice["text"] for choice in reply["choices"]] == [sample.text for sample in samples]
     for choice, sample in zip(reply["choices"], samples, strict=True):
@@ -105,7 +105,7 @@ def test_samples_equal_those_of_the_engine(server: ServerProcess, engine: Engine
         assert joined.pop("token_logprobs") == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
         assert joined == {name: choice["logprobs"][name] for name in ("tokens", "text_offset")}
         assert own[-1]["finish_reason"] == choice["finish_reason"]
-    again = asked(server, "/v1/completions", prompt="hello", **{**options, "n": 1, "seed": None})
+    again = post(server, "/v1/completions", prompt="hello", **{**options, "n": 1, "seed": None})
     assert again["choices"][0]["finish_reason"] in ("stop", "length")
 
 
@@ -118,7 +118,7 @@ def test_top_logprobs_equal_those_of_transformers_in_openais_format(
     options |= {"repetition_penalty": 1.2, "allowed_token_ids": list(range(3, 20))}
     samples = engine.generate([prompt], SamplingParams(**{**options, "allowed_token_ids": tuple(range(3, 20))}))
     body = {"prompt": prompt, "logprobs": 3, "prompt_logprobs": 2, **options}
-    choices = asked(server, "/v1/completions", **body)["choices"]
+    choices = post(server, "/v1/completions", **body)["choices"]
     assert [choice["text"] for choice in choices] == [sample.text for sample in samples]
     for choice, sample in zip(choices, samples, strict=True):
         with torch.inference_mode():
@@ -161,7 +161,7 @@ def test_completions_follow_their_response_format(server: ServerProcess) -> None
     for choice in reply["choices"]:
         assert choice["finish_reason"] == "stop"
         assert 0 <= json.loads(choice["message"]["content"])["n"] <= 99
-    text = asked(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
+    text = post(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
     assert re.fullmatch("[ab]{3}c", text)
     refused = server.http.post("/v1/completions", json={"model": "judge", "prompt": "x", "guided_regex": "(["})
     assert refused.status_code == 400

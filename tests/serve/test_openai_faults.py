@@ -65,10 +65,10 @@ def test_concurrent_requests_share_decode_steps(server: ServerProcess, faults: F
     faults.set("hold")
     with ThreadPoolExecutor(9) as threads:
         blocked = threads.submit(generate, "the first, in whose step the others come")
-        until("held", lambda: held(server) > 0)
-        baseline = held(server)
+        until("held", lambda: stored_tokens(server) > 0)
+        baseline = stored_tokens(server)
         together = [threads.submit(generate, content) for content in contents]
-        until("held", lambda: held(server) > baseline + 8 * 20)
+        until("held", lambda: stored_tokens(server) > baseline + 8 * 20)
         before = faults.steps()
         faults.clear()
         assert [each.result(120) for each in together] == alone
@@ -76,7 +76,7 @@ def test_concurrent_requests_share_decode_steps(server: ServerProcess, faults: F
     assert faults.steps() - before < 16  # alone each takes 4 steps: its prompt, then 8 tokens per step
 
 
-def held(server: ServerProcess) -> int:
+def stored_tokens(server: ServerProcess) -> int:
     models = server.http.get("/stats").json()["models"]
     return int(next(model["held_tokens"] for model in models if model["name"] == "judge"))
 
@@ -88,7 +88,7 @@ def test_a_client_disconnect_ends_its_generation(server: ServerProcess, faults: 
     body = {"model": "judge", "messages": CHAT, "temperature": 0, "max_tokens": 180, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
         assert next(events(reply.iter_lines()))["choices"][0]["delta"]["role"] == "assistant"
-    until("cancelled", lambda: held(server) == 0)
+    until("cancelled", lambda: stored_tokens(server) == 0)
     steps = faults.steps()
     faults.clear()
     assert chat(server, max_tokens=2)["usage"]["completion_tokens"] <= 2

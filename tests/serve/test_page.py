@@ -89,7 +89,7 @@ def score(page: Page, model: str, prompt: str, *responses: str) -> Locator:
     return page.locator("#results")
 
 
-def shown(numbers: list[float]) -> list[str]:
+def formatted(numbers: list[float]) -> list[str]:
     return [f"{number:.4f}".replace("-", "\u2212") for number in numbers]
 
 
@@ -105,14 +105,14 @@ def test_scores_and_steps_are_those_of_the_api(server: ServerProcess, page: Page
     item = {"prompt": "3+4+5=", "responses": [RIGHT, WRONG]}
     expected = server.rewards([item], "sums-steps", steps=True).json()
     results = score(page, "sums-steps", "3+4+5=", RIGHT, WRONG)
-    expect(results.locator(".result > b")).to_have_text(shown(expected["items"][0]["scores"]))
-    numbers = shown([step for steps in expected["items"][0]["steps"] for step in steps])
+    expect(results.locator(".result > b")).to_have_text(formatted(expected["items"][0]["scores"]))
+    numbers = formatted([step for steps in expected["items"][0]["steps"] for step in steps])
     texts = ["3+4=7;", "7+5=12;", "#12", "3+4=9;", "9+5=14;", "#14"]
     expect(results.locator(".step")).to_have_text([t + n for t, n in zip(texts, numbers, strict=True)])
     expect(results.get_by_text(expected["version"])).to_contain_text("ms")
     outcome = server.rewards([item], "sums").json()["items"][0]["scores"]
     results = score(page, "sums", "3+4+5=", RIGHT, WRONG)
-    expect(results.locator(".result > b")).to_have_text(shown(outcome))
+    expect(results.locator(".result > b")).to_have_text(formatted(outcome))
     expect(results.locator(".step")).to_have_count(0)
     expect(page.get_by_label("every step")).to_be_hidden()
     page.get_by_role("button", name="Remove").click()

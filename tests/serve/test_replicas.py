@@ -27,7 +27,7 @@ from plaudit.serve.workers.routing import Affinity
 from tests.serve.fake_worker import deployed
 from tests.serve.process import ServerProcess
 from tests.serve.test_chaos import content, until
-from tests.serve.test_link import shown, work
+from tests.serve.test_link import outcome, work
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 CLIENTS = 64 if SOAK else 8
@@ -108,7 +108,7 @@ def test_works_of_a_dead_replica_are_computed_by_the_other() -> None:
         await until_true(lambda: deployment.replicas[0].in_flight and not deployment.replicas[1].in_flight)
         process(deployment, 0).kill()
         await asyncio.wait_for(ticket.done, 60)
-        assert [shown(answer) for answer in ticket.answers] == list(range(300))
+        assert [outcome(answer) for answer in ticket.answers] == list(range(300))
         await until_true(lambda: deployment.restarts)  # the other one may answer before the death is counted
         assert (deployment.restarts, deployment.in_flight_tokens, len(deployment._jobs_by_key)) == (1, 0, 0)
 
@@ -119,7 +119,7 @@ def test_a_crashing_work_is_isolated_among_several_replicas() -> None:
     async def use(deployment: Deployment) -> None:
         ticket = deployment.submit([work(n) for n in range(50)], tenant="a")
         await asyncio.wait_for(ticket.done, 60)
-        results = [shown(answer) for answer in ticket.answers]
+        results = [outcome(answer) for answer in ticket.answers]
         assert results == [n if n != 7 else "worker_crash" for n in range(50)]
 
     deployed(use, [7], 2)
@@ -131,7 +131,7 @@ def test_replicas_are_added_and_removed_while_works_wait() -> None:
             for _ in range(200):
                 ticket = deployment.submit([work(n) for n in range(20)], tenant="a", cached=False)
                 await asyncio.wait_for(ticket.done, 60)
-                assert [shown(answer) for answer in ticket.answers] == list(range(20))
+                assert [outcome(answer) for answer in ticket.answers] == list(range(20))
 
         loads = [asyncio.create_task(load()) for _ in range(3)]
         deployment.scale(3)

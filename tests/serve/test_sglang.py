@@ -41,7 +41,7 @@ def policy() -> Engine:
     return Engine.load("sums-policy", device="cpu")
 
 
-def asked(server: ServerProcess, path: str, body: Any, method: str = "POST") -> Any:
+def call(server: ServerProcess, path: str, body: Any, method: str = "POST") -> Any:
     reply = server.http.request(method, path, json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -74,30 +74,30 @@ TEXTS = ["7+8=15;#15", "7+8=16;#16", "1+2=3;#3"]
 def test_a_reward_is_an_embedding_of_one_number(server: ServerProcess, path: str, method: str) -> None:
     ids = [load_tokenizer("sums").encode(text) for text in TEXTS]
     expected = [native(server, row) for row in ids]
-    one = asked(server, path, {"text": TEXTS[0], "model": "somebody-elses-name"}, method)
+    one = call(server, path, {"text": TEXTS[0], "model": "somebody-elses-name"}, method)
     assert one["embedding"] == pytest.approx([expected[0]], abs=5e-5)
     assert one["meta_info"]["prompt_tokens"] == len(ids[0])
     assert one["meta_info"]["weight_version"].startswith("0-")
     for body in ({"text": TEXTS}, {"input_ids": ids}):
-        replies = asked(server, path, body, method)
+        replies = call(server, path, body, method)
         assert [r["embedding"][0] for r in replies] == pytest.approx(expected, abs=5e-5)
-    assert asked(server, path, {"input_ids": ids[1]}, method)["embedding"] == pytest.approx([expected[1]], abs=5e-5)
-    assert len(asked(server, path, {"text": TEXTS[:1]}, method)) == 1
+    assert call(server, path, {"input_ids": ids[1]}, method)["embedding"] == pytest.approx([expected[1]], abs=5e-5)
+    assert len(call(server, path, {"text": TEXTS[:1]}, method)) == 1
 
 
 def test_classify_returns_raw_labels_and_v1_classify_probabilities(server: ServerProcess, module: Any) -> None:
     text = "hello 1\nhell 2"
     ids = tiny.llama3().encode(text)
     logits = tiny.plain_class(module, ids)[-1]
-    assert asked(server, "/classify", {"text": text, "model": "moods"})["embedding"] == pytest.approx(
+    assert call(server, "/classify", {"text": text, "model": "moods"})["embedding"] == pytest.approx(
         logits.tolist(), abs=5e-5
     )
-    (row,) = asked(server, "/v1/classify", {"input": text, "model": "moods"})["data"]
+    (row,) = call(server, "/v1/classify", {"input": text, "model": "moods"})["data"]
     assert row["probs"] == pytest.approx(tiny.softmax(logits).tolist(), abs=5e-5)
     assert row["label"] == LABELS[int(logits.argmax())]
     assert row["num_classes"] == 3
     assert "always 1" in refused(server, "/v1/classify", {"input": text})
-    scored = asked(server, "/v1/score", {"query": "hello 1", "items": ["\nhell 2"], "model": "moods"})
+    scored = call(server, "/v1/score", {"query": "hello 1", "items": ["\nhell 2"], "model": "moods"})
     assert scored["scores"][0] == pytest.approx(logits.tolist(), abs=5e-5)
     assert scored["object"] == "scoring"
 
@@ -112,7 +112,7 @@ def test_generate_has_log_probs_where_sglang_has_them(server: ServerProcess, pol
             "input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 0}, "return_logprob": True,
             "logprob_start_len": start, "token_ids_logprob": chosen,
         }  # fmt: skip
-        meta = asked(server, "/generate", body)["meta_info"]
+        meta = call(server, "/generate", body)["meta_info"]
         own, others = meta["input_token_logprobs"], meta["input_token_ids_logprobs"]
         assert [entry[1] for entry in own] == ids[start:]
         assert len(others) == len(own)
@@ -137,7 +137,7 @@ def test_slimes_request_to_a_teacher_returns_log_probs(server: ServerProcess, po
         "input_ids": ids, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True, "logprob_start_len": 0,
     }  # fmt: skip
-    meta = asked(server, "/generate", body)["meta_info"]
+    meta = call(server, "/generate", body)["meta_info"]
     teacher = [entry[0] for entry in meta["input_token_logprobs"][1:]]
     assert teacher == pytest.approx(policy.logprobs([ids])[0].tolist(), abs=1e-4)
 
@@ -148,13 +148,13 @@ def test_batch_options_apply_to_all_or_to_each(server: ServerProcess, policy: En
         "text": TEXTS[:2], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True,
         "logprob_start_len": [0, -1], "token_ids_logprob": [[5], [6, 7]], "return_text_in_logprobs": True,
     }  # fmt: skip
-    first, second = (reply["meta_info"] for reply in asked(server, "/generate", body))
+    first, second = (reply["meta_info"] for reply in call(server, "/generate", body))
     assert [e[1] for e in first["input_token_logprobs"]] == ids[0]
     assert first["input_token_logprobs"][1][2] == policy.tokenizer.decode([ids[0][1]])
     assert second["input_token_logprobs"] == []
     assert second["input_token_ids_logprobs"] == []
     assert [e[1] for e in second["output_token_ids_logprobs"][0]] == [6, 7]
-    only = asked(server, "/generate", {"text": TEXTS, "sampling_params": {"max_new_tokens": 0}})
+    only = call(server, "/generate", {"text": TEXTS, "sampling_params": {"max_new_tokens": 0}})
     assert [set(r["meta_info"]) & {"input_token_logprobs", "output_token_logprobs"} for r in only] == [set()] * 3
     assert "logprob_start_len has 2 entries" in refused(server, "/generate", {**body, "text": TEXTS})
 
@@ -165,14 +165,14 @@ def test_label_tokens_are_scored_by_their_probability(server: ServerProcess, pol
     ids = [policy.tokenizer.encode(query + item) for item in items]
     logs = [row.tolist() for row in policy.score(ids, columns=labels, logprobs=True)]
     body = {"query": query, "items": items, "label_token_ids": labels, "model": "sums-policy"}
-    plain = asked(server, "/v1/score", body)
+    plain = call(server, "/v1/score", body)
     assert np.allclose(plain["scores"], np.exp(logs), atol=5e-5)
     assert plain["usage"]["prompt_tokens"] == sum(map(len, ids))
-    shares = asked(server, "/v1/score", {**body, "apply_softmax": True})["scores"]
+    shares = call(server, "/v1/score", {**body, "apply_softmax": True})["scores"]
     assert np.allclose(shares, tiny.softmax(np.array(logs)), atol=5e-5)
     by_ids = {"query": ids[0], "items": [[], ids[1][-2:]], "label_token_ids": labels, "item_first": True}
     second = policy.score([ids[1][-2:] + ids[0]], columns=labels, logprobs=True)[0]
-    assert np.allclose(asked(server, "/v1/score", by_ids)["scores"], np.exp([logs[0], second]), atol=5e-5)
+    assert np.allclose(call(server, "/v1/score", by_ids)["scores"], np.exp([logs[0], second]), atol=5e-5)
 
 
 def test_reranked_documents_are_ordered_best_first(server: ServerProcess) -> None:
@@ -181,11 +181,11 @@ def test_reranked_documents_are_ordered_best_first(server: ServerProcess) -> Non
     values = [native(server, tokenizer("7+8=", d)["input_ids"]) for d in documents]
     for path in ("/sglang/v1/rerank", "/v1/rerank"):
         body = {"query": "7+8=", "documents": documents}
-        ranked = asked(server, path, body) if path.startswith("/sglang") else server.http.put(path, json=body).json()
+        ranked = call(server, path, body) if path.startswith("/sglang") else server.http.put(path, json=body).json()
         assert [r["index"] for r in ranked] == sorted(range(3), key=lambda i: -values[i])
         assert [r["score"] for r in ranked] == pytest.approx(sorted(values, reverse=True), abs=5e-5)
         assert all(r["document"] == documents[r["index"]] for r in ranked)
-    fewer = asked(
+    fewer = call(
         server, "/sglang/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": False, "top_n": 1}
     )
     assert len(fewer) == 1
@@ -222,10 +222,10 @@ def test_invalid_requests_name_the_field(server: ServerProcess, path: str, body:
 
 def test_bodies_in_vllms_format_go_to_vllm(server: ServerProcess) -> None:
     text = TEXTS[0]
-    raw = asked(server, "/classify", {"text": text})["embedding"][0]
-    reply = asked(server, "/classify", {"input": text, "model": "sums", "use_activation": False})
+    raw = call(server, "/classify", {"text": text})["embedding"][0]
+    reply = call(server, "/classify", {"input": text, "model": "sums", "use_activation": False})
     assert reply["data"][0]["probs"] == pytest.approx([raw], abs=5e-5)
-    assert "results" in asked(server, "/v1/rerank", {"query": "7+8=", "documents": ["#15"], "model": "sums"})
+    assert "results" in call(server, "/v1/rerank", {"query": "7+8=", "documents": ["#15"], "model": "sums"})
 
 
 def test_information_health_and_keys(server: ServerProcess) -> None:
@@ -256,9 +256,9 @@ def test_a_model_for_log_probs_gives_no_score(server: ServerProcess) -> None:
 def test_a_second_request_for_the_last_token_uses_the_cache(server: ServerProcess, policy: Engine) -> None:
     ids = policy.tokenizer.encode("9+9+9+9+9=9+9=18;18+9=27;27+9=36;36+9=45;#45")
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
-    asked(server, "/generate", {**body, "token_ids_logprob": [5]})
+    call(server, "/generate", {**body, "token_ids_logprob": [5]})
     before = server.metric("plaudit_tokens_total", model="sums-policy", kind="computed")
-    (last,) = asked(server, "/generate", {**body, "token_ids_logprob": [6]})["meta_info"]["output_token_ids_logprobs"]
+    (last,) = call(server, "/generate", {**body, "token_ids_logprob": [6]})["meta_info"]["output_token_ids_logprobs"]
     computed = server.metric("plaudit_tokens_total", model="sums-policy", kind="computed") - before
     assert computed < 20 < len(ids)
     assert last[0][0] == pytest.approx(policy.score([ids], columns=[6], logprobs=True)[0][0], abs=1e-4)

@@ -40,24 +40,24 @@ def rewards(server: ServerProcess) -> list[float]:
     return [item["scores"][0] for item in server.rewards(rows).json()["items"]]
 
 
-def asked(server: ServerProcess, path: str, body: Any) -> Any:
+def call(server: ServerProcess, path: str, body: Any) -> Any:
     reply = server.http.post(path, json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
 def test_predict_accepts_all_input_shapes(server: ServerProcess, rewards: list[float]) -> None:
-    pair = asked(server, "/predict", {"inputs": ["1+2=", TEXTS[0]], "raw_scores": True})
+    pair = call(server, "/predict", {"inputs": ["1+2=", TEXTS[0]], "raw_scores": True})
     assert pair == [{"score": pytest.approx(rewards[0], abs=5e-5), "label": "reward"}]
-    batch = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS], "raw_scores": True})
+    batch = call(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS], "raw_scores": True})
     assert [row[0]["score"] for row in batch] == pytest.approx(rewards, abs=5e-5)
-    activated = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS]})
+    activated = call(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS]})
     assert [row[0]["score"] for row in activated] == pytest.approx(tiny.sigmoid(np.array(rewards)), abs=5e-5)
-    one = asked(server, "/predict", {"inputs": "1+2=3;#3"})
+    one = call(server, "/predict", {"inputs": "1+2=3;#3"})
     assert (
         one
-        == asked(server, "/predict", {"inputs": ["1+2=3;#3"]})
-        == asked(server, "/predict", {"inputs": [["1+2=3;#3"]]})[0]
+        == call(server, "/predict", {"inputs": ["1+2=3;#3"]})
+        == call(server, "/predict", {"inputs": [["1+2=3;#3"]]})[0]
     )
 
 
@@ -72,17 +72,17 @@ def test_texts_are_truncated_only_on_request(server: ServerProcess) -> None:
     for side, tokens in kept.items():
         body = {"inputs": digits, "raw_scores": True, "truncate": True, "truncation_direction": side}
         expected = server.rewards([{"tokens": tokens}]).json()["items"][0]["scores"][0]
-        assert asked(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=5e-5)
+        assert call(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=5e-5)
 
 
 def test_rerank_orders_texts_by_score(server: ServerProcess, rewards: list[float]) -> None:
     body = {"query": "1+2=", "texts": TEXTS, "raw_scores": True}
     order = np.argsort(rewards)[::-1].tolist()
-    ranks = asked(server, "/rerank", body)
+    ranks = call(server, "/rerank", body)
     assert [rank["index"] for rank in ranks] == order
     assert [rank["score"] for rank in ranks] == pytest.approx([rewards[i] for i in order], abs=5e-5)
     assert all(set(rank) == {"index", "score"} for rank in ranks)
-    with_text = asked(server, "/rerank", {**body, "return_text": True})
+    with_text = call(server, "/rerank", {**body, "return_text": True})
     assert [rank["text"] for rank in with_text] == [TEXTS[i] for i in order]
 
 
@@ -121,10 +121,10 @@ def test_errors_have_teis_format(
 
 
 def test_text_classification_requests_of_huggingface_hub(server: ServerProcess) -> None:
-    raw = asked(server, "/", {"inputs": "1+2=3;#3", "parameters": {"function_to_apply": "none"}})
+    raw = call(server, "/", {"inputs": "1+2=3;#3", "parameters": {"function_to_apply": "none"}})
     expected = server.rewards([{"tokens": load_tokenizer("sums").encode("1+2=3;#3")}]).json()["items"][0]["scores"][0]
     assert raw == [[{"score": pytest.approx(expected, abs=5e-5), "label": "reward"}]]
-    several = asked(server, "/", {"inputs": ["1+2=3;#3", "#3"], "parameters": {"top_k": 1}})
+    several = call(server, "/", {"inputs": ["1+2=3;#3", "#3"], "parameters": {"top_k": 1}})
     assert len(several) == 2
     assert several[0][0]["score"] == pytest.approx(float(tiny.sigmoid(np.array(expected))), abs=5e-5)
     assert "<html" in server.http.get("/").text
@@ -133,14 +133,14 @@ def test_text_classification_requests_of_huggingface_hub(server: ServerProcess) 
 def test_infinity_routes_return_scores_and_models(server: ServerProcess, rewards: list[float], moods: Any) -> None:
     logits = tiny.plain_class(moods, tiny.llama3().encode("How are you?"))[-1]
     for path in ("/classify", "/infinity/classify"):
-        reply = asked(server, path, {"model": "moods", "input": ["How are you?"], "raw_scores": True})
+        reply = call(server, path, {"model": "moods", "input": ["How are you?"], "raw_scores": True})
         assert reply["object"] == "classify"
         assert [entry["score"] for entry in reply["data"][0]] == pytest.approx(sorted(logits)[::-1], abs=1e-4)
         assert {entry["label"] for entry in reply["data"][0]} == set(LABELS)
         assert reply["usage"] == {"prompt_tokens": 13, "total_tokens": 13}
     body = {"query": "1+2=", "documents": TEXTS, "raw_scores": True, "return_documents": True, "top_n": 2}
     for path in ("/rerank", "/infinity/rerank"):
-        reply = asked(server, path, body)
+        reply = call(server, path, body)
         order = np.argsort(rewards)[::-1].tolist()[:2]
         assert [r["index"] for r in reply["results"]] == order
         assert [r["relevance_score"] for r in reply["results"]] == pytest.approx([rewards[i] for i in order], abs=5e-5)

@@ -14,7 +14,7 @@ import pytest
 
 from plaudit.serve.protocols import openrlhf
 from tests.serve.hostile import Target
-from tests.serve.mistakes import FORMS, MISTAKES, made, said, verify
+from tests.serve.mistakes import FORMS, MISTAKES, message_of, replies_to_mistakes, verify
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains
 
@@ -274,7 +274,7 @@ def test_nemo_gym_verify_returns_the_request_with_the_reward_of_the_chat(server:
         (expected,) = server.rewards([item]).json()["items"][0]["scores"]
         parts = [{"role": "user", "content": [{"type": "input_text", "text": prompt}]}]
         for form in (prompt, messages, parts):
-            body = verify(form, thought, said(response), verifier_metadata={"row": number})
+            body = verify(form, thought, message_of(response), verifier_metadata={"row": number})
             reply = server.http.post("/verify", json=body)
             assert reply.status_code == 200, reply.text
             content = reply.json()
@@ -291,7 +291,7 @@ def test_nemo_gym_session_ids_are_echoed_and_a_missing_reward_is_an_error(server
         ({}, "responses_create_params"),
         (verify("1+2="), "assistant"),
         (verify("1+2=", {"type": "web_search_call"}), "'web_search_call'"),
-        (verify([image], said("#3")), "input[0] has content that is not text"),
+        (verify([image], message_of("#3")), "input[0] has content that is not text"),
     ):
         reply = server.http.post("/verify", json=body)
         assert reply.status_code == 422, reply.text
@@ -304,7 +304,7 @@ def test_nemo_gym_session_ids_are_echoed_and_a_missing_reward_is_an_error(server
 
 @pytest.mark.parametrize("name", FORMS)
 def test_twelve_client_mistakes_get_the_protocols_own_errors(server: ServerProcess, name: str) -> None:
-    replies = made(server.http, FORMS[name], f"/{name}")
+    replies = replies_to_mistakes(server.http, FORMS[name], f"/{name}")
     assert set(replies) == set(MISTAKES)
     assert {mistake: reply.status_code for mistake, reply in replies.items()} == FORMS[name].statuses
     for mistake, reply in replies.items():

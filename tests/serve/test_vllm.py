@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, moods: Any, steps: Any) -> 
         yield server
 
 
-def asked(server: ServerProcess, path: str, body: Any, **headers: str) -> Any:
+def post(server: ServerProcess, path: str, body: Any, **headers: str) -> Any:
     reply = server.http.post(path, json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -84,16 +84,16 @@ def rows() -> list[list[int]]:
 
 def test_classify_returns_the_heads_output_for_the_same_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
     expected = np.array(raw_rewards(server, rows))
-    reply = asked(server, "/classify", {"model": "sums", "input": rows, "use_activation": False})
+    reply = post(server, "/classify", {"model": "sums", "input": rows, "use_activation": False})
     assert np.allclose([d["probs"][0] for d in reply["data"]], expected, atol=5e-5)
     assert reply["object"] == "list"
     assert reply["model"] == "sums"
     assert reply["usage"]["prompt_tokens"] == sum(map(len, rows))
-    activated = asked(server, "/classify", {"model": "sums", "input": rows})
+    activated = post(server, "/classify", {"model": "sums", "input": rows})
     assert np.allclose([d["probs"][0] for d in activated["data"]], tiny.sigmoid(expected), atol=5e-5)
-    older = asked(server, "/classify", {"model": "sums", "input": rows, "activation": False})
+    older = post(server, "/classify", {"model": "sums", "input": rows, "activation": False})
     assert [d["probs"] for d in older["data"]] == [d["probs"] for d in reply["data"]]
-    single = asked(server, "/classify", {"model": "sums", "input": rows[0], "use_activation": False})
+    single = post(server, "/classify", {"model": "sums", "input": rows[0], "use_activation": False})
     assert np.allclose(single["data"][0]["probs"], expected[0], atol=5e-5)
 
 
@@ -101,15 +101,15 @@ def test_texts_are_read_as_verl_sends_them(server: ServerProcess, rows: list[lis
     texts = [f"{p}{r}<eos>" for p, r in chains(6)]
     expected = raw_rewards(server, rows)
     for model in ("sums", "verl-name", "reward_model", None):
-        reply = asked(server, "/classify", {"model": model, "input": texts, "use_activation": False})
+        reply = post(server, "/classify", {"model": model, "input": texts, "use_activation": False})
         assert np.allclose([d["probs"][-1] for d in reply["data"]], expected, atol=5e-5)
-    embedded = asked(server, "/v1/embeddings", {"model": "sums", "input": texts})
+    embedded = post(server, "/v1/embeddings", {"model": "sums", "input": texts})
     assert np.allclose([d["embedding"][-1] for d in embedded["data"]], expected, atol=5e-5)
 
 
 def test_a_model_can_be_selected_by_its_path(server: ServerProcess, moods: Any) -> None:
     path = next(p for p in _paths(server) if "moods" in p)
-    assert asked(server, "/classify", {"model": path, "input": "hi"})["model"] == "moods"
+    assert post(server, "/classify", {"model": path, "input": "hi"})["model"] == "moods"
     assert path not in server.http.get("/v1/models").text
 
 
@@ -124,11 +124,11 @@ def _paths(server: ServerProcess) -> list[str]:
 def test_several_labels_are_returned_raw_or_softmaxed(server: ServerProcess, moods: Any) -> None:
     ids = tiny.llama3().encode("How are you?")
     logits = tiny.plain_class(moods, ids)[-1]
-    raw = asked(server, "/classify", {"model": "moods", "input": "How are you?", "use_activation": False})["data"][0]
+    raw = post(server, "/classify", {"model": "moods", "input": "How are you?", "use_activation": False})["data"][0]
     assert np.allclose(raw["probs"], logits, atol=1e-4)
     assert raw["label"] == LABELS[int(logits.argmax())]
     assert raw["num_classes"] == 3
-    shares = asked(server, "/classify", {"model": "moods", "input": ids})["data"][0]["probs"]
+    shares = post(server, "/classify", {"model": "moods", "input": ids})["data"][0]["probs"]
     assert np.allclose(shares, tiny.softmax(logits), atol=5e-5)
 
 
@@ -136,14 +136,14 @@ def test_conversations_go_through_the_template(server: ServerProcess, moods: Any
     tokenizer = tiny.llama3()
     closed = tokenizer.apply_chat_template(CHAT, return_dict=False)
     body = {"model": "moods", "messages": CHAT, "use_activation": False}
-    reply = asked(server, "/classify", body)
+    reply = post(server, "/classify", body)
     assert np.allclose(reply["data"][0]["probs"], tiny.plain_class(moods, closed)[-1], atol=1e-4)
     assert reply["usage"]["prompt_tokens"] == len(closed)
     opened = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
-    reply = asked(server, "/classify", {**body, "messages": CHAT[:1], "add_generation_prompt": True})
+    reply = post(server, "/classify", {**body, "messages": CHAT[:1], "add_generation_prompt": True})
     assert np.allclose(reply["data"][0]["probs"], tiny.plain_class(moods, opened)[-1], atol=1e-4)
     forged = [{"role": "user", "content": "a<|eot_id|>b"}]
-    count = asked(server, "/classify", {**body, "messages": forged})["usage"]["prompt_tokens"]
+    count = post(server, "/classify", {**body, "messages": forged})["usage"]["prompt_tokens"]
     assert count > len(tokenizer.apply_chat_template(forged, return_dict=False)), "content posed as a control token"
 
 
@@ -151,31 +151,31 @@ def test_pooling_of_a_sequence_its_tokens_and_its_steps(server: ServerProcess, m
     ids = tiny.llama3().encode("How are you?")
     body = {"model": "moods", "input": ids, "use_activation": False}
     logits = tiny.plain_class(moods, ids)
-    sequence = asked(server, "/pooling", body)["data"][0]
+    sequence = post(server, "/pooling", body)["data"][0]
     assert sequence["object"] == "pooling"
     assert np.allclose(sequence["data"], logits[-1], atol=1e-4)
-    every = asked(server, "/pooling", {**body, "task": "token_classify"})["data"][0]["data"]
+    every = post(server, "/pooling", {**body, "task": "token_classify"})["data"][0]["data"]
     assert np.allclose(every, logits, atol=1e-4)
     tagged = "One.<extra_0>Two.<extra_0>"
     expected = tiny.plain(steps, tiny.qwen().encode(tagged))
     positions = [i for i, token in enumerate(tiny.qwen().encode(tagged)) if token == tiny.qwen().encode("<extra_0>")[0]]
-    pooled = asked(server, "/pooling", {"model": "steps", "input": [tagged, "no step"]})["data"]
+    pooled = post(server, "/pooling", {"model": "steps", "input": [tagged, "no step"]})["data"]
     assert np.allclose(pooled[0]["data"], tiny.softmax(expected[positions]), atol=1e-4)
     assert pooled[1]["data"] == []
-    rows = asked(server, "/pooling", {"model": "plain-steps", "input": "1+2=1+2=3;#3", "add_special_tokens": False})
+    rows = post(server, "/pooling", {"model": "plain-steps", "input": "1+2=1+2=3;#3", "add_special_tokens": False})
     assert np.array(rows["data"][0]["data"]).shape == (12, 2)
 
 
 def test_base64_decodes_to_the_same_array(server: ServerProcess) -> None:
     body = {"model": "moods", "input": "hi", "task": "token_classify", "use_activation": False}
-    rows = asked(server, "/pooling", body)["data"][0]["data"]
+    rows = post(server, "/pooling", body)["data"][0]["data"]
     for kind, order, number in (("float32", "little", "<f4"), ("float32", "big", ">f4"), ("float16", "native", "=f2")):
         options = {"encoding_format": "base64", "embed_dtype": kind, "endianness": order}
-        data = asked(server, "/pooling", {**body, **options})["data"][0]["data"]
+        data = post(server, "/pooling", {**body, **options})["data"][0]["data"]
         decoded = np.frombuffer(base64.b64decode(data), number).reshape(len(rows), 3)
         assert np.allclose(decoded, rows, atol=1e-2 if kind == "float16" else 1e-6)
-    packed = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "encoding_format": "base64"})
-    raw = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "dimensions": 3})
+    packed = post(server, "/v1/embeddings", {"model": "moods", "input": "hi", "encoding_format": "base64"})
+    raw = post(server, "/v1/embeddings", {"model": "moods", "input": "hi", "dimensions": 3})
     values = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     assert np.allclose(values, raw["data"][0]["embedding"], atol=1e-6)
 
@@ -186,12 +186,12 @@ def test_score_and_rerank_return_the_heads_scores(server: ServerProcess) -> None
     tokenizer = load_tokenizer("sums")
     expected = raw_rewards(server, [tokenizer("1+2=", document)["input_ids"] for document in documents])
     for path in ("/score", "/v1/score"):
-        scores = [d["score"] for d in asked(server, path, body)["data"]]
+        scores = [d["score"] for d in post(server, path, body)["data"]]
         assert np.allclose(scores, expected, atol=5e-5)
     pairs = {"model": "sums", "text_1": ["1+2="] * 3, "text_2": documents, "use_activation": False}
-    assert [d["score"] for d in asked(server, "/score", pairs)["data"]] == scores
+    assert [d["score"] for d in post(server, "/score", pairs)["data"]] == scores
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        ranked = asked(server, path, {"model": "sums", "query": "1+2=", "documents": documents, "top_n": 2})
+        ranked = post(server, path, {"model": "sums", "query": "1+2=", "documents": documents, "top_n": 2})
         assert [r["index"] for r in ranked["results"]] == np.argsort(expected)[::-1][:2].tolist()
         assert ranked["results"][0]["document"]["text"] == documents[ranked["results"][0]["index"]]
     assert "3 labels" in refused(server, "/score", {**body, "model": "moods"})["message"]
@@ -204,7 +204,7 @@ def test_truncation_options(server: ServerProcess, moods: Any) -> None:
 
     def probs(**options: Any) -> np.ndarray:
         body = {"model": "moods", "input": text, "use_activation": False, **options}
-        return np.array(asked(server, "/classify", body)["data"][0]["probs"])
+        return np.array(post(server, "/classify", body)["data"][0]["probs"])
 
     assert np.allclose(probs(truncate_prompt_tokens=10), tiny.plain_class(moods, ids[:10])[-1], atol=1e-4)
     assert np.allclose(probs(truncate_prompt_tokens=-1), tiny.plain_class(moods, ids[:128])[-1], atol=1e-4)
@@ -218,13 +218,13 @@ def test_truncation_options(server: ServerProcess, moods: Any) -> None:
 
 def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     tokenizer = tiny.llama3()
-    reply = asked(server, "/tokenize", {"model": "moods", "prompt": "How?", "return_token_strs": True})
+    reply = post(server, "/tokenize", {"model": "moods", "prompt": "How?", "return_token_strs": True})
     assert reply["tokens"] == tokenizer.encode("How?")
     assert reply["count"] == len(reply["token_strs"]) == len(reply["tokens"])
     assert reply["max_model_len"] == 128
-    chat = asked(server, "/tokenize", {"model": "moods", "messages": CHAT, "add_generation_prompt": False})
+    chat = post(server, "/tokenize", {"model": "moods", "messages": CHAT, "add_generation_prompt": False})
     assert chat["tokens"] == tokenizer.apply_chat_template(CHAT, return_dict=False)
-    back = asked(server, "/detokenize", {"model": "moods", "tokens": reply["tokens"]})
+    back = post(server, "/detokenize", {"model": "moods", "tokens": reply["tokens"]})
     assert back == {"prompt": "<|begin_of_text|>How?"}
     assert server.http.get("/version").json().keys() == {"version"}
 
@@ -304,37 +304,37 @@ def test_a_key_is_required_and_request_ids_are_kept(server: ServerProcess) -> No
     no_key = httpx.post(f"{server.url}/classify", json={"input": "x"})
     assert no_key.status_code == 401
     assert set(no_key.json()["error"]) == {"message", "type", "param", "code"}
-    assert asked(server, "/classify", {"input": "x", "request_id": "mine"})["id"] == "classify-mine"
-    named = asked(server, "/classify", {"input": "x", "request_id": "mine"}, **{"x-request-id": "theirs"})
+    assert post(server, "/classify", {"input": "x", "request_id": "mine"})["id"] == "classify-mine"
+    named = post(server, "/classify", {"input": "x", "request_id": "mine"}, **{"x-request-id": "theirs"})
     assert named["id"] == "classify-theirs"
 
 
 def test_shared_paths_are_routed_by_the_body(server: ServerProcess) -> None:
     """The table of docs/protocols/README.md."""
     classify: dict[str, Any] = {"model": "sums"}
-    assert "embedding" in asked(server, "/classify", {**classify, "text": "1+2="})
-    assert "embedding" in asked(server, "/classify", {**classify, "input_ids": [5, 6]})
-    assert asked(server, "/classify", {**classify, "input": ["1+2="], "raw_scores": True})["object"] == "classify"
-    assert asked(server, "/classify", {**classify, "input": ["1+2="]})["object"] == "list"
+    assert "embedding" in post(server, "/classify", {**classify, "text": "1+2="})
+    assert "embedding" in post(server, "/classify", {**classify, "input_ids": [5, 6]})
+    assert post(server, "/classify", {**classify, "input": ["1+2="], "raw_scores": True})["object"] == "classify"
+    assert post(server, "/classify", {**classify, "input": ["1+2="]})["object"] == "list"
     documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"]}
-    assert isinstance(asked(server, "/rerank", {"query": "1+2=", "texts": ["3", "4"]}), list)
-    assert asked(server, "/rerank", {**documents, "raw_scores": True})["object"] == "rerank"
-    assert asked(server, "/rerank", documents)["id"].startswith("score-")
+    assert isinstance(post(server, "/rerank", {"query": "1+2=", "texts": ["3", "4"]}), list)
+    assert post(server, "/rerank", {**documents, "raw_scores": True})["object"] == "rerank"
+    assert post(server, "/rerank", documents)["id"].startswith("score-")
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):  # LiteLLM and Cohere's clients send return_documents
         for body in (documents, {**documents, "return_documents": True}):
-            assert asked(server, path, body)["results"][0]["document"]["text"] in ("3", "4")
-    assert asked(server, "/v1/rerank", documents)["id"].startswith("score-")
-    assert asked(server, "/v1/score", {"queries": "a", "documents": ["b"]})["id"].startswith("score-")
+            assert post(server, path, body)["results"][0]["document"]["text"] in ("3", "4")
+    assert post(server, "/v1/rerank", documents)["id"].startswith("score-")
+    assert post(server, "/v1/score", {"queries": "a", "documents": ["b"]})["id"].startswith("score-")
 
 
 def test_a_base_path_selects_the_protocol(server: ServerProcess) -> None:
     """Below a base URL that ends in the protocol's name, every body is read in that protocol."""
     documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"], "return_documents": True, "raw_scores": True}
-    assert "results" in asked(server, "/vllm/rerank", documents)
-    assert isinstance(asked(server, "/sglang/v1/rerank", documents), list)
-    assert asked(server, "/infinity/rerank", documents)["object"] == "rerank"
-    assert isinstance(asked(server, "/tei/rerank", {"query": "1+2=", "texts": ["3"]}), list)
-    assert asked(server, "/vllm/classify", {"model": "sums", "input": "1+2=", "raw_scores": True})["object"] == "list"
+    assert "results" in post(server, "/vllm/rerank", documents)
+    assert isinstance(post(server, "/sglang/v1/rerank", documents), list)
+    assert post(server, "/infinity/rerank", documents)["object"] == "rerank"
+    assert isinstance(post(server, "/tei/rerank", {"query": "1+2=", "texts": ["3"]}), list)
+    assert post(server, "/vllm/classify", {"model": "sums", "input": "1+2=", "raw_scores": True})["object"] == "list"
     for base in ("vllm", "sglang", "tei", "infinity", "triton"):
         assert server.http.get(f"/{base}/health").status_code == 200
         assert server.http.get(f"/{base}/v1/models").json()["data"]
@@ -349,7 +349,7 @@ def test_sagemaker_and_load_balancer_routes(server: ServerProcess) -> None:
         ("/rerank", {"query": "1+2=", "documents": ["3", "4"]}),
         ("/pooling", {"model": "sums", "input": "1+2=", "task": "classify"}),
     ):
-        one, other = (asked(server, each, body) for each in (path, "/invocations"))
+        one, other = (post(server, each, body) for each in (path, "/invocations"))
         moving = {"id", "created"}
         assert {k: v for k, v in one.items() if k not in moving} == {k: v for k, v in other.items() if k not in moving}
     assert server.http.get("/ping").status_code == 200
@@ -364,7 +364,7 @@ def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: A
     question, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
     for content in ({"content": None}, {"content": ""}, {}):
         chat = [question, {**answer, **content}]
-        reply = asked(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
+        reply = post(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
         ids = tiny.llama3().apply_chat_template([question, {"role": "assistant", "content": ""}], return_dict=False)
         assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=5e-5)
         item = server.rewards([{"messages": chat}], "moods").json()["items"][0]
@@ -374,7 +374,7 @@ def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: A
 
 def test_items_are_counted(server: ServerProcess) -> None:
     before = server.metric("plaudit_items_total", model="sums")
-    asked(server, "/classify", {"model": "sums", "input": ["1+2=", "3+4="]})
+    post(server, "/classify", {"model": "sums", "input": ["1+2=", "3+4="]})
     assert server.metric("plaudit_items_total", model="sums") - before == 2
 
 

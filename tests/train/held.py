@@ -21,12 +21,12 @@ def score(prompt: Any, response: str, truth: Any) -> float:
 
 
 def wait_until_allowed(directory: Path) -> None:
-    while made(directory / "run") >= int((directory / "allowed").read_text()):
+    while finished_steps(directory / "run") >= int((directory / "allowed").read_text()):
         (directory / "waiting").touch()
         time.sleep(0.05)
 
 
-def made(run: Path) -> int:
+def finished_steps(run: Path) -> int:
     if not (run / "events.jsonl").exists():
         return 0
     return sum(map(is_step, read_events(run)))

@@ -39,10 +39,10 @@ def samples(longest: int) -> list[Sample]:
     ]
     ragged[1] = replace(ragged[1], prompt_ids=ragged[0].prompt_ids)
     ids = tuple((7 * t * t + 3) % VOCAB for t in range(longest))
-    return [*ragged, answered(ragged[0], ids)]
+    return [*ragged, with_response(ragged[0], ids)]
 
 
-def answered(sample: Sample, ids: tuple[int, ...]) -> Sample:
+def with_response(sample: Sample, ids: tuple[int, ...]) -> Sample:
     count = len(ids)
     return replace(
         sample, token_ids=ids, mask=(1,) * count, logprobs=(0.0,) * count, raw_logprobs=(0.0,) * count,
@@ -142,7 +142,7 @@ def check_values(ranks: Ranks) -> None:
 def check_saved_bytes(ranks: Ranks) -> None:
     """A pass over one long sequence saves for its backward pass 1/N of the bytes on each of N ranks, and with more than
     two ranks also copies of the two key-value heads."""
-    batch = [answered(made_up()[0], tuple(3 + t % 50 for t in range(200)))]
+    batch = [with_response(made_up()[0], tuple(3 + t % 50 for t in range(200)))]
     saved = []
     for context in (ONE, ranks.context):
         module = model("llama")
@@ -180,7 +180,7 @@ def main() -> None:
         for family in ("llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "gpt_oss", "deepseek_v3"):
             check_family(family, samples(60), ranks)
         check_family("gemma3", samples(60), ranks, recompute=True)
-        few = [answered(made_up()[4], (3, 5))]  # fewer rows than ranks
+        few = [with_response(made_up()[4], (3, 5))]  # fewer rows than ranks
         check_family("llama", few, ranks)
         check_columns(samples(60), ranks)
         check_columns(few, ranks)

@@ -23,7 +23,7 @@ from plaudit.train.policy.rl_learner import RlLearner
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.ranks import ALONE, Ranks, join
 from tests.core.mixtures import CONFIGS, SIZES, VOCAB, mixture, routers
-from tests.train.rank_context import IDS, alike, answered, by_itself
+from tests.train.rank_context import IDS, alike, by_itself, with_response
 from tests.train.rl_world import made_up, recipe
 
 UPDATES = 4
@@ -146,14 +146,14 @@ def main() -> None:
             for family in ("mixtral", "deepseek_v3"):
                 check(family, mixture(family), samples(), ranks)
             check("recomputed", mixture("mixtral"), samples(), ranks, recompute=True)
-            check("few", mixture("mixtral"), [answered(sample, (3,)) for sample in samples()[:data]], ranks)
+            check("few", mixture("mixtral"), [with_response(sample, (3,)) for sample in samples()[:data]], ranks)
             return
         for family in CONFIGS:
             check(family, mixture(family), samples(), ranks)
         check("recomputed", mixture("qwen3_moe"), samples(), ranks, recompute=True)
         if 6 % expert == 0:
             check("six", six_experts(), samples(), ranks)
-        few = [answered(sample, (3,)) for sample in samples()[:data]]
+        few = [with_response(sample, (3,)) for sample in samples()[:data]]
         check("few", mixture("qwen3_moe"), few, ranks)
         check("one-sided", one_sided(), samples(), ranks)
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from plaudit.events import read_events
-from tests.train.held import is_step, made
+from tests.train.held import finished_steps, is_step
 
 Command = subprocess.Popen[bytes]
 
@@ -107,7 +107,7 @@ class Strikes:
     def _held_after(self, step: int, child: Command) -> None:
         """Allow `step` steps, and wait until the run pauses after them."""
         self._allow(step)
-        self._until(lambda: made(self.run) >= step, child)
+        self._until(lambda: finished_steps(self.run) >= step, child)
         (self.place / "waiting").unlink(missing_ok=True)
         self._until((self.place / "waiting").exists, child)
 
@@ -115,7 +115,7 @@ class Strikes:
         deadline = time.monotonic() + HANG_SECONDS
         while not condition():
             assert child.poll() is None, self._said()
-            assert time.monotonic() < deadline, f"it hangs after {made(self.run)} steps"
+            assert time.monotonic() < deadline, f"it hangs after {finished_steps(self.run)} steps"
             time.sleep(0.05)
 
     def _rank(self, child: Command, rank: int) -> psutil.Process:

@@ -205,7 +205,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy with one token added to its vocabulary."""
     loaded = load_policy("sums-policy")
     loaded.tokenizer.add_tokens(["carry"])
@@ -234,14 +234,14 @@ def test_resumed_run_is_equal_bit_for_bit_also_with_offloaded_teachers(teacher: 
     assert curves[0] == curves[1]
 
 
-def test_teacher_with_another_vocabulary_is_rejected_in_one_line(stranger: Path, tmp_path: Path) -> None:
-    done = plaudit_here("train", str(small(tmp_path, {"big": {"path": str(stranger)}})), "--out", str(tmp_path / "run"))
+def test_teacher_with_another_vocabulary_is_rejected_in_one_line(other_vocabulary: Path, tmp_path: Path) -> None:
+    done = plaudit_here(
+        "train", str(small(tmp_path, {"big": {"path": str(other_vocabulary)}})), "--out", str(tmp_path / "run")
+    )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert (
-        f"algorithm.teachers.big: {stranger} has a different vocabulary, of 19 tokens to the policy's 18: token 18 is "
-        in line
-    )
+    assert f"algorithm.teachers.big: {other_vocabulary} has a different vocabulary" in line
+    assert ", of 19 tokens to the policy's 18: token 18 is " in line
     assert "'carry' there and None here" in line
 
 

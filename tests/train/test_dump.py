@@ -45,7 +45,7 @@ def plaudit(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that dumped its samples."""
     run = tmp_path_factory.mktemp("runs") / "made"
     train(run, recipe(**RUNS["grpo"]))
@@ -68,8 +68,8 @@ def test_samples_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert [path.name for path in dump.directory.iterdir()] == ["step-000003.jsonl"], "nothing half-written is left"
 
 
-def test_each_sample_is_one_json_object(made: Path) -> None:
-    lines = (made / "rollouts" / "step-000001.jsonl").read_bytes().decode().split("\n")[:-1]
+def test_each_sample_is_one_json_object(dumped_run: Path) -> None:
+    lines = (dumped_run / "rollouts" / "step-000001.jsonl").read_bytes().decode().split("\n")[:-1]
     assert len(lines) == 16
     first = json.loads(lines[0])
     assert {"prompt_ids", "token_ids", "text", "logprobs", "versions", "mask", "reward", "extra"} <= first.keys()
@@ -92,8 +92,8 @@ def test_damaged_dump_error_names_the_file_and_line(tmp_path: Path) -> None:
         Dump.find(tmp_path / "nowhere")
 
 
-def test_dump_of_another_model_is_rejected(tmp_path: Path, made: Path) -> None:
-    samples, drawn = Dump.find(made).read(1)
+def test_dump_of_another_model_is_rejected(tmp_path: Path, dumped_run: Path) -> None:
+    samples, drawn = Dump.find(dumped_run).read(1)
     other = Dump(tmp_path / "other")
     other.write(1, Batch((replace(samples[0], prompt_ids=(99,)), *samples[1:])), drawn)
     with pytest.raises(DataError, match=r"token id 99 .* the dump is of another model"):
@@ -156,14 +156,14 @@ def test_replayed_run_is_equal_bit_for_bit(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_partial_dump_is_replayed_to_its_last_step(tmp_path: Path, made: Path) -> None:
+def test_partial_dump_is_replayed_to_its_last_step(tmp_path: Path, dumped_run: Path) -> None:
     for step in (4, 5):
-        Dump.find(made).path(step).rename(tmp_path / f"{step}")
+        Dump.find(dumped_run).path(step).rename(tmp_path / f"{step}")
     try:
-        verdict = replay(made, tmp_path / "again", Silent())
+        verdict = replay(dumped_run, tmp_path / "again", Silent())
     finally:
         for step in (4, 5):
-            (tmp_path / f"{step}").rename(Dump.find(made).directory / f"step-{step:06d}.jsonl")
+            (tmp_path / f"{step}").rename(Dump.find(dumped_run).directory / f"step-{step:06d}.jsonl")
     assert verdict.equal, verdict.text
     assert verdict.text.endswith("of 3 steps")
 
@@ -182,10 +182,10 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_replay_reports_a_changed_learning_rate(tmp_path: Path, made: Path) -> None:
+def test_replay_reports_a_changed_learning_rate(tmp_path: Path, dumped_run: Path) -> None:
     tree = recipe(train={**STEPS, "lr": 2e-4, "dump": False})
-    train(tmp_path / "run", tree, Dump.find(made))
-    verdict = compare(made, tmp_path / "run")
+    train(tmp_path / "run", tree, Dump.find(dumped_run))
+    verdict = compare(dumped_run, tmp_path / "run")
     assert not verdict.equal
     assert verdict.text.startswith("step 1: policy/lr was 9.99"), verdict.text
 

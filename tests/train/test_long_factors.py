@@ -27,7 +27,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-def made(auto: Any, directory: Path) -> Path:
+def write_model(auto: Any, directory: Path) -> Path:
     tokenizer = load_any("sums-policy").tokenizer
     config = Phi3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -58,7 +58,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("task", RECIPES)
 def test_training_rejects_long_texts_with_a_working_fix(task: str, place: Path) -> None:
-    model = made(AutoModelForCausalLM, place / "phi")
+    model = write_model(AutoModelForCausalLM, place / "phi")
     (place / "recipe.toml").write_text(RECIPES[task] + '[model]\npath = "phi"\ndevice = "cpu"\n')
     refused = plaudit_here("train", "recipe.toml", "--out", "run", cwd=place)
     assert refused.returncode
@@ -71,7 +71,7 @@ def test_training_rejects_long_texts_with_a_working_fix(task: str, place: Path) 
 
 
 def test_scoring_rejects_long_texts_with_a_working_fix(place: Path) -> None:
-    model = made(AutoModelForSequenceClassification, place / "judge")
+    model = write_model(AutoModelForSequenceClassification, place / "judge")
     refused = plaudit_here("score", "rows.jsonl", "--model", str(model), cwd=place)
     assert refused.returncode
     assert refused.stdout.count(FIX) == len(ROWS)

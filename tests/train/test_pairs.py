@@ -21,29 +21,42 @@ from plaudit.train.supervised.supervised import SupervisedTraining
 from tests.train.rl_world import Silent, recipe
 
 
-def said(text: str, reward: float | None, **extra: Any) -> Sample:
+def scored_sample(text: str, reward: float | None, **extra: Any) -> Sample:
     error = ItemError("timeout", "too slow") if reward is None else None
     return Sample((1,), (2,), text, (-1.0,), (-1.0,), (0,), (1,), "stop", reward=reward, error=error,
                   extra={"prompt": "7+8=", "truth": "15", "right": None, **extra})  # fmt: skip
 
 
 def test_best_responses_are_paired_with_the_worst_while_rewards_differ() -> None:
-    group = [said("a", 0.0), said("b", 1.0), said("c", 0.5), said("d", 0.75), said("e", None), said("f", 0.5)]
+    group = [
+        scored_sample("a", 0.0),
+        scored_sample("b", 1.0),
+        scored_sample("c", 0.5),
+        scored_sample("d", 0.75),
+        scored_sample("e", None),
+        scored_sample("f", 0.5),
+    ]
     assert [(row["chosen"], row["rejected"], row["margin"]) for row in pairs_of(group, 4)] == [
         ("b", "a", 1.0), ("d", "f", 0.25),
     ]  # fmt: skip
     assert [row["chosen"] for row in pairs_of(group, 1)] == ["b"]
-    assert pairs_of([said("a", 1.0), said("b", 1.0)], 4) == []
+    assert pairs_of([scored_sample("a", 1.0), scored_sample("b", 1.0)], 4) == []
 
 
 def test_each_response_is_in_one_pair_and_empty_ones_in_none() -> None:
-    group = [said("a", 0.0), said("a", 0.0), said("b", 1.0), said("b", 1.0), said("", 0.0)]
+    group = [
+        scored_sample("a", 0.0),
+        scored_sample("a", 0.0),
+        scored_sample("b", 1.0),
+        scored_sample("b", 1.0),
+        scored_sample("", 0.0),
+    ]
     assert [(row["chosen"], row["rejected"]) for row in pairs_of(group, 4)] == [("b", "a")]
 
 
 def test_conversation_messages_are_kept() -> None:
     messages = ({"role": "user", "content": "7+8="},)
-    group = [said("a", 0.0, messages=messages), said("b", 1.0, messages=messages)]
+    group = [scored_sample("a", 0.0, messages=messages), scored_sample("b", 1.0, messages=messages)]
     (row,) = pairs_of(group, 4)
     assert row == {"messages": messages, "chosen": "b", "rejected": "a", "margin": 1.0}
 
@@ -75,10 +88,12 @@ def test_pairs_from_rollouts_train_a_reward_model(tmp_path: Path, capsys: pytest
 
 def test_dump_without_pairs_is_rejected(tmp_path: Path) -> None:
     dump = Dump(tmp_path / "rollouts")
-    dump.write(1, Batch((said("a", 1.0), said("b", 1.0))), 1)
+    dump.write(1, Batch((scored_sample("a", 1.0), scored_sample("b", 1.0))), 1)
     with pytest.raises(DataError, match="0 pairs of 1 prompts; 1 prompts have responses of equal reward only; use"):
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)
     assert not (tmp_path / "pairs.jsonl").exists()
-    dump.write(1, Batch(tuple(replace(said(text, float(text == "a")), extra={"prompt": "7+8="}) for text in "ab")), 1)
+    dump.write(
+        1, Batch(tuple(replace(scored_sample(text, float(text == "a")), extra={"prompt": "7+8="}) for text in "ab")), 1
+    )
     with pytest.raises(DataError, match="the dump has no prompts with its samples: an older Plaudit wrote it"):
         write_pairs(tmp_path, tmp_path / "pairs.jsonl", 4)

@@ -36,11 +36,11 @@ def jsonl(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def shown(prompt: Prompt) -> str:
+def prompt_text(prompt: Prompt) -> str:
     return str(TOKENIZER.decode(list(prompt.token_ids or ())))
 
 
-def answered(prompt: Prompt, text: str) -> Sample:
+def sample_of(prompt: Prompt, text: str) -> Sample:
     ids = tuple(range(4, 6))
     return Sample(prompt.token_ids or (), ids, text, (0.0,) * 2, (0.0,) * 2, (0,) * 2, (1,) * 2, "stop")
 
@@ -61,7 +61,7 @@ def test_a_world_gives_the_same_prompt_for_the_same_index() -> None:
     prompts = prompts_of(world="sums")
     first = prompts.train([7])[0]
     assert first == prompts_of(world="sums").train([7])[0] != prompts.train([8])[0]
-    assert shown(first) == "<bos>" + first.text
+    assert prompt_text(first) == "<bos>" + first.text
     assert first.truth == str(sum(int(part) for part in first.text[:-1].split("+")))
 
 
@@ -95,8 +95,8 @@ def test_chat_renders_a_plain_prompt_with_the_models_template(tmp_path: Path) ->
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2="}] * 3)
     plain = prompts_of(path=path).train([0])[0]
     chat = prompts_of(path=path, chat=True, system="3+3=").train([0])[0]
-    assert shown(plain) == "<bos>1+2="
-    assert shown(chat) == "<bos>3+3=1+2="
+    assert prompt_text(plain) == "<bos>1+2="
+    assert prompt_text(chat) == "<bos>3+3=1+2="
     roles = [message["role"] for message in chat.extra["messages"]]
     assert roles == ["system", "user"]
 
@@ -121,7 +121,7 @@ def test_batch_error_names_the_failing_prompt(tmp_path: Path) -> None:
 def test_system_message_in_the_data_is_kept(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "9="}, {"role": "user", "content": "1="}]
     path = jsonl(tmp_path / "p.jsonl", *[{"messages": messages}] * 3)
-    assert shown(prompts_of(path=path, chat=True, system="3=").train([0])[0]) == "<bos>9=1="
+    assert prompt_text(prompts_of(path=path, chat=True, system="3=").train([0])[0]) == "<bos>9=1="
 
 
 def test_shots_are_turns_before_the_question(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_exact_compares_with_the_truth_of_the_file(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2=", "answer": 3}] * 3)
     prompt = prompts_of(path=path).train([0])[0]
     with scorer(rule="exact", answer=r"#(\d+)$") as judge:
-        scored = judge.score([prompt] * 2, [answered(prompt, "1+2=3;#3"), answered(prompt, "#4")])
+        scored = judge.score([prompt] * 2, [sample_of(prompt, "1+2=3;#3"), sample_of(prompt, "#4")])
     assert [sample.reward for sample in scored] == [1.0, 0.0]
 
 
@@ -195,7 +195,7 @@ def test_math_rule_compares_mathematical_values(tmp_path: Path) -> None:
     prompt = prompts_of(path=path).train([0])[0]
     with scorer(rule="math", answer=r"\\boxed\{(.*)\}") as judge:
         texts = [r"so \boxed{0.5}", r"so \boxed{\frac{2}{4}}", r"\boxed{0.6}", "0.5"]
-        scored = judge.score([prompt] * 4, [answered(prompt, text) for text in texts])
+        scored = judge.score([prompt] * 4, [sample_of(prompt, text) for text in texts])
     assert [sample.reward for sample in scored] == [1.0, 1.0, 0.0, 0.0]
 
 
@@ -247,7 +247,7 @@ def test_gym_rule_uses_the_tasks_own_scorer(gym: Any) -> None:
     assert int(correct) == eval(prompt.truth["item"]["metadata"]["expression"])
     texts = [f"<answer>{correct}</answer>", f"<answer>+0{correct}.0</answer>", "<answer>x</answer>", correct]
     with scorer(rule="gym", answer="<answer>(.*?)</answer>") as judge:
-        scored = judge.score([prompt] * 4, [answered(prompt, text) for text in texts])
+        scored = judge.score([prompt] * 4, [sample_of(prompt, text) for text in texts])
     assert scored[0].reward == 1.0
     assert scored[2].reward == 0.0
     assert scored[3].reward == 0.0, "without the tags there is no answer"
@@ -264,7 +264,7 @@ def test_gym_item_is_scored_the_same_in_the_rule_process(gym: Any, task: str) ->
     items = gym.create_dataset(task, seed=1, size=100_000)
     expected = float(items.score_answer(str(items[1]["answer"]), entry=items[1]))
     with scorer(rule="gym", timeout=20.0) as judge:
-        (scored,) = judge.score([prompt], [answered(prompt, str(items[1]["answer"]))])
+        (scored,) = judge.score([prompt], [sample_of(prompt, str(items[1]["answer"]))])
     assert scored.error is None
     assert scored.reward == expected
 

@@ -205,13 +205,13 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [e["values"] for e in read_events(run) if e["kind"] == "metric" and "policy/loss" in e["values"]]
 
 
-def shown(run: Path) -> list[Any]:
+def sample_events(run: Path) -> list[Any]:
     return [(e["step"], e["tokens"]) for e in read_events(run) if e["kind"] == "sample"]
 
 
 def close(actual: Path, expected: Path) -> None:
     """The samples are equal, and the metrics and weights are equal up to the order of summation."""
-    assert shown(actual) == shown(expected)
+    assert sample_events(actual) == sample_events(expected)
     assert len(steps(actual)) == len(steps(expected)) == STEPS["steps"]
     for values, reference in zip(steps(actual), steps(expected), strict=True):
         for name in ("reward/mean", "length/mean", "policy/entropy", "kl/reference", "value/loss", "progress/tokens"):
@@ -396,7 +396,7 @@ def test_adapters_and_shared_critics_train_over_ranks_as_on_one(
 
 
 def check_ten(actual: Path, expected: Path) -> None:
-    assert shown(actual) == shown(expected)
+    assert sample_events(actual) == sample_events(expected)
     updates = [event for event in steps(expected) if "policy/grad_norm" in event]
     assert len(steps(actual)) == len(steps(expected)) >= 9
     assert len(updates) >= 9
@@ -419,7 +419,7 @@ def ranks_of(parent: int) -> dict[int, psutil.Process]:
     return {int(each.environ()["RANK"]): each for each in processes}
 
 
-def begun(run: Path, child: "subprocess.Popen[str]") -> None:
+def wait_for_first_step(run: Path, child: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + LIMIT
     while not ((run / "events.jsonl").exists() and steps(run)):
         assert child.poll() is None, child.communicate()[1]
@@ -432,7 +432,7 @@ def begun(run: Path, child: "subprocess.Popen[str]") -> None:
 def test_killed_rank_ends_the_command_and_is_named(shape: Shape, tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, shape), env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     ranks = ranks_of(child.pid)
     assert set(ranks) == {0, 1}
     ranks[1].kill()
@@ -446,7 +446,7 @@ def test_killed_rank_ends_the_command_and_is_named(shape: Shape, tmp_path: Path)
 def test_sigterm_saves_the_state_and_a_killed_launcher_leaves_no_ranks_behind(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", PPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     child.terminate()
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 2
@@ -485,7 +485,7 @@ def test_stalled_rank_ends_the_command_after_its_timeout(tmp_path: Path) -> None
     child = subprocess.Popen(
         command(file, run, TWO, "--set", "resources.timeout=15"), env=ENV, stderr=subprocess.PIPE, text=True
     )
-    begun(run, child)
+    wait_for_first_step(run, child)
     ranks = ranks_of(child.pid)
     flag.touch()
     _, stderr = child.communicate(timeout=60)
@@ -499,7 +499,7 @@ def test_stalled_rank_ends_the_command_after_its_timeout(tmp_path: Path) -> None
 def test_a_stopped_rank_is_ended_and_named(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     ranks = ranks_of(child.pid)
     ranks[0].suspend()
     _, stderr = child.communicate(timeout=60)
@@ -515,7 +515,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen([*TORCHRUN, *command(file, run, TWO)[1:]], env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     ranks = ranks_of(child.pid)
     guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.process.guard" in each.cmdline()]
     ranks[1].suspend()
@@ -553,7 +553,7 @@ def test_failed_rewards_on_one_rank_save_the_state_of_all_ranks(tmp_path: Path) 
     rule = {"rule": "function", "function": f"{tmp_path / 'failing.py'}:score", "on_error": "halt"}
     file = written(tmp_path / "recipe.toml", {**GRPO, "reward": rule}, steps=100_000, checkpoint={"every": 1_000_000})
     child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
-    begun(run, child)
+    wait_for_first_step(run, child)
     flag.touch()
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 2

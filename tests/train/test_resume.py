@@ -25,7 +25,7 @@ KEY = re.compile(
 AT_THE_START = {"model.lora", "model.lora.targets", "model.path", "model.new", "critic.path"}
 
 
-def begun(directory: Path, **tables: Any) -> list[str]:
+def started_run(directory: Path, **tables: Any) -> list[str]:
     """Trains one step and saves a checkpoint; returns the command that resumes the run."""
     tree = recipe(**{"train": {"steps": 1, "checkpoint": {"every": 1}}, **tables})
     file = directory / "recipe.toml"
@@ -76,7 +76,7 @@ def _exists(key: str) -> bool:
 
 @pytest.mark.slow
 def test_settings_that_affect_no_number_can_be_changed_on_resumption(tmp_path: Path) -> None:
-    command = begun(tmp_path)
+    command = started_run(tmp_path)
     changes = sets(
         train__steps="2", train__micro_batch_tokens="512", train__non_finite="skip", train__show="0",
         model__recompute="true", placement__name="swapped", placement__deadline="60", engine__kv_bytes="4000000",
@@ -89,7 +89,7 @@ def test_settings_that_affect_no_number_can_be_changed_on_resumption(tmp_path: P
 
 @pytest.mark.slow
 def test_settings_that_affect_numbers_need_set_and_are_recorded(tmp_path: Path) -> None:
-    command = begun(tmp_path)
+    command = started_run(tmp_path)
     file = tmp_path / "recipe.toml"
     file.write_text(file.read_text().replace("lr = 0.0001", "lr = 0.0002"))
     refused = plaudit_here(*command)
@@ -120,7 +120,7 @@ def test_none_can_be_written_and_read_back(algorithm: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_settings_that_do_not_fit_the_checkpoints_are_rejected(tmp_path: Path) -> None:
-    command = begun(tmp_path)
+    command = started_run(tmp_path)
     for change in (sets(model__dtype="bfloat16"), sets(model__lora__rank="4")):
         refused = plaudit_here(*command, *change)
         assert refused.returncode == 2
@@ -131,7 +131,7 @@ def test_settings_that_do_not_fit_the_checkpoints_are_rejected(tmp_path: Path) -
 @pytest.mark.parametrize("names", [("colocated", "async"), ("async", "colocated")])
 def test_run_can_resume_as_async_and_back(tmp_path: Path, names: tuple[str, str]) -> None:
     before, after = names
-    command = begun(tmp_path, placement={"name": before})
+    command = started_run(tmp_path, placement={"name": before})
     done = plaudit_here(*command, *sets(train__steps="2", placement__name=after))
     assert done.returncode == 0, done.stderr
     changed_keys = [event["key"] for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]

@@ -26,7 +26,7 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rollouts of the shipped policy, which answers some of the prompts wrong."""
     run = tmp_path_factory.mktemp("runs") / "made"
     roll(run, sampling={"max_tokens": 48})
@@ -108,15 +108,15 @@ def test_values_are_the_rewards_of_completions(tmp_path: Path) -> None:
 
 
 def test_process_reward_model_trains_on_the_rows(
-    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "steps.jsonl"
-    app(["steps", str(made), str(out), "--split", ";", "--completions", "4"], standalone_mode=False)
+    app(["steps", str(rollouts), str(out), "--split", ";", "--completions", "4"], standalone_mode=False)
     rows = rows_of(out)
     labels = [label for row in rows for label in row["labels"]]
     assert f"{len(labels)} steps of {len(rows)} solutions" in capsys.readouterr().out
     assert {0.0, 1.0} < set(labels) <= {0.0, 0.25, 0.5, 0.75, 1.0}
-    texts = {(s.extra["prompt"], s.text) for s in Dump.find(made).read(1)[0] if s.finish_reason == "stop"}
+    texts = {(s.extra["prompt"], s.text) for s in Dump.find(rollouts).read(1)[0] if s.finish_reason == "stop"}
     assert {(row["prompt"], "".join(row["steps"])) for row in rows if row.get("finished", True)} == texts
     values: dict[str, float] = {}
     for row in rows:  # a prefix has one value, whichever solution continues it
@@ -133,16 +133,16 @@ def test_process_reward_model_trains_on_the_rows(
     assert 'split = ";"' in (tmp_path / "judge" / "final" / "reward.toml").read_text()
 
 
-def test_the_same_rollouts_give_the_same_values(tmp_path: Path, made: Path) -> None:
+def test_the_same_rollouts_give_the_same_values(tmp_path: Path, rollouts: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
-        write_step_values(made, tmp_path / name, split=";", completions=2, limit=10)
+        write_step_values(rollouts, tmp_path / name, split=";", completions=2, limit=10)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
-def test_unsuitable_rollouts_are_rejected(tmp_path: Path, made: Path) -> None:
+def test_unsuitable_rollouts_are_rejected(tmp_path: Path, rollouts: Path) -> None:
     out = tmp_path / "steps.jsonl"
     with pytest.raises(DataError, match="the text that ends a step is empty"):
-        write_step_values(made, out, split="", completions=2)
+        write_step_values(rollouts, out, split="", completions=2)
     run = tmp_path / "learned"
     roll(run, reward={"path": "sums"})
     with pytest.raises(DataError, match="a process model learns chances: the run's reward must be between 0 and 1"):

@@ -60,7 +60,7 @@ CLASSES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def generated_tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Tasks with generated files: ratings, some of them missing, and a mixture of experts."""
     root = tmp_path_factory.mktemp("data")
     rows = [
@@ -86,13 +86,15 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_one(more: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def of_one(
+    generated_tasks: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Returns the run of one rank, which is trained once; its recipe is in the same directory."""
     root = tmp_path_factory.mktemp("one")
 
     def run(name: str) -> Path:
         if not (root / name).exists():
-            tree = parse_recipe({**TASKS, **more}[name], name)
+            tree = parse_recipe({**TASKS, **generated_tasks}[name], name)
             (root / f"{name}.toml").write_text(to_toml(tree))
             train_on_one_rank(root / name, root / f"{name}.toml", resume=False)
         return root / name
