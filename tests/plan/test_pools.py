@@ -84,8 +84,8 @@ def test_the_command_prints_a_table_and_data() -> None:
     [
         ({"pools": -1.0}, "--pools -1: expected the seconds of a step"),
         ({"pools": 0.5}, r"--pools 0.5: decode of llama-3.1-8b takes longer on any number of H100 SXM.*allow more"),
-        ({"hardware": "8xH100"}, "leave out --hardware"),
-        ({"budget": "60/h"}, "leave out --budget"),
+        ({"hardware": "8xH100"}, "remove --hardware"),
+        ({"budget": "60/h"}, "remove --budget"),
     ],
 )
 def test_invalid_pool_options_are_rejected(options: dict[str, Any], message: str) -> None:

@@ -10,12 +10,13 @@ from tokenizers import Tokenizer, decoders, models
 
 from plaudit.config.search import load_search
 from plaudit.core import Engine
+from plaudit.core.text import INCOMPLETE
 from plaudit.models import load_tokenizer
 from plaudit.models.text import decodes_apart
 from plaudit.search.backends.policy import CorePolicy
 from plaudit.search.backends.scored import Path, Scored
 from plaudit.search.backends.scoring import LocalScorer, open_scorer
-from plaudit.search.backends.step_text import HALF, StepText
+from plaudit.search.backends.step_text import StepText
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
 from plaudit.search.tree.trail import Trails
@@ -69,7 +70,7 @@ def test_step_text_is_what_the_step_adds_to_the_full_text(kind: str) -> None:
             assert text_of(ids, text, tokens) == added
             ids += tokens
             text += added
-            half_count += HALF in text
+            half_count += INCOMPLETE in text
     assert (half_count > 0) == (kind != "sums")
 
 
