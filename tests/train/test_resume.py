@@ -107,7 +107,7 @@ def test_settings_that_affect_numbers_need_set_and_are_recorded(tmp_path: Path) 
         ("algorithm.shaping.normalise", False, True, 1),
     }  # fmt: skip
     findings = {finding.rule: finding.says for finding in diagnose(read_history(tmp_path / "run"))}
-    assert "train.lr = 0.0002 in place of 0.0001 from step 1 on" in findings["settings changed on resumption"]
+    assert "train.lr = 0.0002 instead of 0.0001 from step 1 on" in findings["settings changed on resumption"]
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "dapo", "dynamic": "none"}, {"name": "ppo", "clip": {"value": "none"}}])
