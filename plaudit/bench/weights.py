@@ -163,17 +163,17 @@ class _Other:
     def __init__(self, wire: SocketWire) -> None:
         self.wire = wire
 
-    def ask(self, **message: Any) -> dict[str, Any]:
-        self.wire.tell(message)
+    def call(self, **message: Any) -> dict[str, Any]:
+        self.wire.send(message)
         return self.wire.answer(SECONDS)
 
     def round_trip(self) -> float:
         begun = time.perf_counter()
-        self.ask(bench="echo")
+        self.call(bench="echo")
         return time.perf_counter() - begun
 
     def check(self, module: LlamaShaped) -> None:
-        actual, expected = self.ask(bench="sum")["checksum"], checksum_of(module)
+        actual, expected = self.call(bench="sum")["checksum"], checksum_of(module)
         if actual != expected:
             raise WeightsRefused(f"{self.wire.name} has weights of checksum {actual}, published was {expected}")
 
@@ -227,12 +227,12 @@ def _gloo_limit(other: _Other, size: int) -> tuple[str, Callable[[], float]]:
     flat = torch.ones(size, dtype=torch.uint8)
     meeting = Rendezvous("127.0.0.1", SECONDS)
     invitation = meeting.invitation("gloo", 2)
-    other.wire.tell({"bench": "join", "join": plain(invitation), "bytes": size})
+    other.wire.send({"bench": "join", "join": plain(invitation), "bytes": size})
     group = ChannelGroup(invitation, 0, SECONDS, meeting.store)
     other.wire.answer(SECONDS)
 
     def once(piece: int) -> float:
-        other.wire.tell({"bench": "broadcast", "piece": piece})
+        other.wire.send({"bench": "broadcast", "piece": piece})
         begun = time.perf_counter()
         broadcast(group, flat, piece)
         other.wire.answer(SECONDS)

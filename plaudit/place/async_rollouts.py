@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 class AsyncRollouts:
-    """`mend` restarts lost engines; it is called while this waits, when no weights are being published.
+    """`restart_lost` restarts lost engines; it is called while this waits, when no weights are being published.
 
     _order    prompts that were requested and not yet learned from, in the order of their first request
     _again    those of them that must be requested again
@@ -60,14 +60,14 @@ class AsyncRollouts:
 
     def __init__(
         self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: SampleScorer, clock: Clock,
-        mend: Callable[[], None],
+        restart_lost: Callable[[], None],
     ) -> None:  # fmt: skip
         self.recipe = recipe
         self.player = player
         self.prompts = prompts
         self.scorer = scorer
         self.clock = clock
-        self.mend = mend
+        self.restart_lost = restart_lost
         self.size = recipe.train.prompts_per_step
         self.staleness = recipe.placement.staleness
         self.dynamic = recipe.algorithm.dynamic
@@ -101,7 +101,7 @@ class AsyncRollouts:
                 self.step, self.version, self._used = step, version, step * self.size
                 self._top_up()
             while (choice := self._complete()) is None:
-                self.mend()
+                self.restart_lost()
         with self._news:
             kept, spare = ([self._ready[number] for number in part] for part in (choice.kept, choice.spare))
             groups = [self._ready[number] for number in choice.numbers]
@@ -231,7 +231,7 @@ class AsyncRollouts:
         prompts = dict(zip(played, self.prompts.train(list(played)), strict=True))
         flat = [(number, sample) for number, group in played.items() for sample in group]
         with self.scoring:
-            scored = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
+            scored = self.scorer.request_scores([prompts[number] for number, _ in flat], [sample for _, sample in flat])
         groups: dict[int, Group] = {number: [] for number in played}
         for (number, _), sample in zip(flat, scored, strict=True):
             groups[number].append(with_prompt(sample, prompts[number], self.prompts))

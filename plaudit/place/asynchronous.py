@@ -28,7 +28,7 @@ class Asynchronous(Disaggregated):
         stage, player, scorer = self.stage, self._player(), self.stage.scorer
         own = scorer.scorer if isinstance(scorer, SharedScorer) else scorer
         if stage.ranks.main:
-            self.queue = AsyncRollouts(stage.recipe, player, stage.prompts, own, stage.clock, self.engine.mend)
+            self.queue = AsyncRollouts(stage.recipe, player, stage.prompts, own, stage.clock, self.engine.restart_lost)
         if self.queue is not None and stage.ranks.everyone.size == 1:
             return self.queue
         return SharedQueue(self.queue, self._for_all(player), scorer, stage.clock, self.orders)

@@ -99,7 +99,7 @@ class RlTraining:
             if recipe.truth is not None:
                 self.truth = Scorer(recipe.truth, warn=self.warn)
             if ranks.everyone.size > 1:
-                self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
+                self.scorer = SharedScorer(self.scorer, ranks.everyone, main_only=pooled)
                 self.truth = None if self.truth is None else SharedScorer(self.truth, ranks.everyone)
             self._build(checkpoint)
         except BaseException:

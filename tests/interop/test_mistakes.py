@@ -28,7 +28,7 @@ LENGTHS = {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "da
 class Case:
     """differs  why the two status codes differ; if set, they must differ"""
 
-    ask: Callable[[httpx.Client], httpx.Response]
+    call: Callable[[httpx.Client], httpx.Response]
     differs: str = ""
 
 
@@ -121,7 +121,7 @@ def test_pytriton_and_plaudit_give_the_same_status_for_the_twelve_mistakes(
 def test_pytriton_and_plaudit_reject_the_same_tensors(pytriton: httpx.Client, server: ServerProcess) -> None:
     wrong = []
     for name, case in TENSORS.items():
-        theirs, ours = case.ask(pytriton), case.ask(server.http)
+        theirs, ours = case.call(pytriton), case.call(server.http)
         if (theirs.status_code == ours.status_code) == bool(case.differs):
             wrong.append(f"{name}: {theirs.status_code} {theirs.text[:100]} and {ours.status_code} {ours.text[:100]}")
         assert ours.status_code == 200 or FORMS["triton"].shape(ours.json()), (name, ours.text)

@@ -84,17 +84,17 @@ class Receiving:
 
     def look(self) -> dict[str, Any]:
         """Version, digest, addresses and shared mappings, as the other process has them."""
-        self.wire.tell({"look": True})
+        self.wire.send({"look": True})
         return self.wire.answer(30.0)
 
     def damage(self) -> None:
         """The next data that it receives is corrupted on arrival."""
-        self.wire.tell({"damage": True})
+        self.wire.send({"damage": True})
         self.wire.answer(30.0)
 
     def die_in_midst(self, how: int = signal.SIGKILL) -> None:
         """It sends itself a signal at the second tensor of the next publication."""
-        self.wire.tell({"die": int(how)})
+        self.wire.send({"die": int(how)})
         self.wire.answer(30.0)
 
     def close(self) -> None:

@@ -140,9 +140,9 @@ class EngineWire:
         self.wires = wires
         self.ranks = len(wires)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         for wire in self.wires:
-            wire.tell(message)
+            wire.send(message)
 
     def answer(self, seconds: float) -> dict[str, Any]:
         replies, lost = [], None
@@ -236,12 +236,12 @@ def train_rank(
                 if "ask" in message:  # send a message to each rank of an engine
                     replies = []
                     for wire in wires[message["engine"]]:
-                        wire.tell(message["ask"])
+                        wire.send(message["ask"])
                         replies.append(wire.answer(SECONDS))
                     return {"found": replies}
                 if "ask_one" in message:
                     wire = wires[message["engine"]][message["rank"]]
-                    wire.tell(message["ask_one"])
+                    wire.send(message["ask_one"])
                     return wire.answer(SECONDS)
                 if "bare" in message:
                     orders.value(-1)
@@ -254,7 +254,7 @@ def train_rank(
                     }
                     begun = time.perf_counter()
                     for wire in engine:
-                        wire.tell({"bare": sizes})
+                        wire.send({"bare": sizes})
                     send_bare(group, bare())
                     for wire in engine:
                         wire.answer(SECONDS)
@@ -296,7 +296,7 @@ class Training:
         self._wire = SocketWire("training rank 0", self._commands)
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        self._wire.tell(message)
+        self._wire.send(message)
         return self._wire.answer(4 * SECONDS)
 
     def close(self) -> None:

@@ -75,11 +75,11 @@ class Player:
 
 
 class Scorer:
-    def ask(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
+    def request_scores(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
         return [replace(sample, reward=1.0) for sample in samples]
 
     def score(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
-        return self.ask(prompts, samples)
+        return self.request_scores(prompts, samples)
 
     def check(self, samples: list[Sample]) -> None: ...
 
@@ -215,7 +215,7 @@ class Drawn:
 class Uneven(Scorer):
     """About half of all groups of two have equal rewards."""
 
-    def ask(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
+    def request_scores(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
         return [replace(sample, reward=float(sample.token_ids[0] % 2)) for sample in samples]
 
 
@@ -263,7 +263,7 @@ def test_groups_with_equal_rewards_are_replaced_ahead_of_the_learner(tmp_path: P
     used = [group[0].prompt_ids[0] for group in groups]
     assert len({*used}) == len(used) == 48, "none twice"
     if stale == "wait":  # exactly the groups whose rewards differ, in order
-        samples = Uneven().ask([], [s for n in range(max(used) + 1) for s in alone(n)])
+        samples = Uneven().request_scores([], [s for n in range(max(used) + 1) for s in alone(n)])
         pairs = zip(samples[::2], samples[1::2], strict=True)
         assert used == [a.prompt_ids[0] for a, b in pairs if a.reward != b.reward]
         assert sum(batch.metrics["dynamic/drawn"] for batch in batches) == max(used) + 1

@@ -250,11 +250,11 @@ def test_a_truncated_file_is_rejected_and_leaves_the_engine_without_a_version(tm
         """A wire whose filesystem shows a partly written file."""
 
         def __init__(self, other: Receiving, size: int) -> None:
-            self.name, self.answer, self._tell, self._size = other.wire.name, other.wire.answer, other.wire.tell, size
+            self.name, self.answer, self._send, self._size = other.wire.name, other.wire.answer, other.wire.send, size
 
-        def tell(self, message: dict[str, Any]) -> None:
+        def send(self, message: dict[str, Any]) -> None:
             os.truncate(Path(message["body"]["path"]) / "model.safetensors", self._size)
-            self._tell(message)
+            self._send(message)
 
     channel = DiskChannel(tmp_path)
     with receiving() as (other,):
@@ -310,7 +310,7 @@ class LateWire:
         self.late = late
         self.sent: list[WeightMessage] = []
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self.sent.append(typed(message, WeightMessage))
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -327,5 +327,5 @@ def test_late_answers_to_earlier_publications_are_ignored() -> None:
     first = publisher.begin(1)
     late = WeightReply(first.id, version=1, checksum="old")
     wire = LateWire([late, WeightReply("another publisher's-2", version=2, checksum="foreign")])
-    (answer,) = publisher.begin(2).ask([wire], Weights({}).layout, DiskTake("nowhere"))
+    (answer,) = publisher.begin(2).request([wire], Weights({}).layout, DiskTake("nowhere"))
     assert (answer.version, answer.checksum) == (2, "new")

@@ -97,16 +97,16 @@ def test_a_remote_engine_behaves_like_a_local_engine(rollout_host: RolloutHost) 
     engine, fleet, module = remote(rollout_host)
     try:
         engine.start()
-        assert engine.ask("stats")["version"] == 0
+        assert engine.control("stats")["version"] == 0
         waiting = engine.submit(PROMPTS, PARAMS)
         assert not waiting.done.wait(0.2), "without weights it must not generate"
         fleet.publish(7)
         local = Engine(module, load_policy("sums-policy").tokenizer, version=7)
         assert waiting.done.wait(30)
         assert waiting.result() == local.generate(PROMPTS, PARAMS)
-        assert engine.ask("health") == {"tokens": 1, "version": 7}
-        engine.ask("sleep")
-        engine.ask("wake")
+        assert engine.control("health") == {"tokens": 1, "version": 7}
+        engine.control("sleep")
+        engine.control("wake")
         local.sleep()
         local.wake()
         assert engine.generate(PROMPTS, PARAMS) == local.generate(PROMPTS, PARAMS)
@@ -117,7 +117,7 @@ def test_a_remote_engine_behaves_like_a_local_engine(rollout_host: RolloutHost) 
     finally:
         fleet.close()
     with pytest.raises(ReceiverLost):
-        engine.tell({})
+        engine.send({})
 
 
 def test_in_flight_weight_updates_lose_no_tokens(rollout_host: RolloutHost) -> None:

@@ -49,7 +49,7 @@ class Away:
         with self.lock:
             return self.engine.generate(prompts, params)
 
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         self.mends += 1
 
 

@@ -35,7 +35,7 @@ class Wire(Protocol):
     name: str
     ranks: int
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send plain data that MessagePack can encode; raises ReceiverLost if the other end has disconnected."""
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -138,15 +138,15 @@ class Exchange:
     def elapsed(self) -> float:
         return time.monotonic() - self.begun
 
-    def ask(self, wires: Sequence[Wire], layout: Layout, body: Body) -> list[WeightReply]:
-        self.tell(wires, layout, body)
+    def request(self, wires: Sequence[Wire], layout: Layout, body: Body) -> list[WeightReply]:
+        self.send(wires, layout, body)
         return self.answers(wires)
 
-    def tell(self, wires: Sequence[Wire], layout: Layout, body: Body) -> None:
+    def send(self, wires: Sequence[Wire], layout: Layout, body: Body) -> None:
         message = plain(WeightMessage(self.id, self.publisher, self.version, layout, body))
         for wire in wires:
             try:
-                wire.tell(message)
+                wire.send(message)
             except ReceiverLost as error:
                 self.lost[wire.name] = error
 

@@ -81,7 +81,7 @@ class CollectiveChannel:
         self, layout: Layout, pairs: Iterator[tuple[str, Tensor]], exchange: Exchange, wires: Sequence[Wire]
     ) -> Publication:
         group = self._joined_group(exchange, wires, layout)
-        exchange.tell(wires, layout, CollectiveTake(group.id, exchange.left))
+        exchange.send(wires, layout, CollectiveTake(group.id, exchange.left))
         checksum = Checksum()
         try:
             largest = _send(group, layout, pairs, checksum, exchange)
@@ -98,7 +98,7 @@ class CollectiveChannel:
         """A group of exactly these receivers: the existing one, or a new one."""
         group = self._group
         have = None if group is None else group.id
-        answers = exchange.ask(wires, layout, CollectivePrepare(have))
+        answers = exchange.request(wires, layout, CollectivePrepare(have))
         if group is not None and list(wires) == self._members and all(answer.in_group for answer in answers):
             return group
         self._drop_group()
@@ -108,7 +108,7 @@ class CollectiveChannel:
         rank = 1
         for wire in wires:
             join = replace(invitation, rank=rank, seconds=exchange.left)
-            exchange.tell([wire], layout, CollectivePrepare(join=join))
+            exchange.send([wire], layout, CollectivePrepare(join=join))
             rank += wire.ranks
         try:
             if not exchange.lost:  # otherwise the others would wait for a group that cannot form

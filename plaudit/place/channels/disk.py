@@ -53,7 +53,7 @@ class DiskChannel:
                 pass
             return Publication(version, exchange.elapsed, weights.nbytes, 0)
         path, checksum = self._write(weights, version)
-        answers = exchange.ask(wires, weights.layout, DiskTake(str(path)))
+        answers = exchange.request(wires, weights.layout, DiskTake(str(path)))
         check_acknowledged(wires, answers, version, checksum)
         seconds = exchange.elapsed
         self._retire_all_but(path)

@@ -69,7 +69,7 @@ class SharedChannel:
         if segment.memory.is_cuda:
             torch.cuda.synchronize(segment.memory.device)
         assert self._layout is not None
-        exchange.tell(wires, self._layout, SharedTake(segment.handle, self._home, self.checksum))
+        exchange.send(wires, self._layout, SharedTake(segment.handle, self._home, self.checksum))
         mine = _sum(_views(self._layout, segment.memory)) if self.checksum else None
         answers = exchange.answers(wires)
         check_acknowledged(wires, answers, version, mine)

@@ -32,7 +32,7 @@ class SocketWire:
         self._replies: deque[dict[str, Any]] = deque()
         connection.settimeout(SEND_SECONDS)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         try:
             self.connection.sendall(pack(message))
         except TimeoutError as error:

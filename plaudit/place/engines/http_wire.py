@@ -22,7 +22,7 @@ class HttpWire:
         self._answers: queue.SimpleQueue[dict[str, Any] | EngineError] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         if self._thread is None:
             # A daemon: a call that never returns must not keep the trainer from exiting.
             self._thread = threading.Thread(target=self._run, name=f"wire to {self.name}", daemon=True)

@@ -23,25 +23,25 @@ def run(cores: Sequence[int], command: Sequence[str]) -> int:
     # A separate session: an interrupt at the terminal is for the parent, which then closes our standard input.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _tell(process.pid, signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: _signal(process.pid, signal.SIGTERM))
     watch = threading.Thread(target=_watch, args=(process,), daemon=True)
     watch.start()
     code = process.wait()
-    _tell(process.pid, signal.SIGKILL)  # processes that it started and left behind
+    _signal(process.pid, signal.SIGKILL)  # processes that it started and left behind
     return code if code >= 0 else 128 - code
 
 
 def _watch(process: subprocess.Popen[bytes]) -> None:
     while os.read(0, 4096):
         pass
-    _tell(process.pid, signal.SIGTERM)
+    _signal(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        _tell(process.pid, signal.SIGKILL)
+        _signal(process.pid, signal.SIGKILL)
 
 
-def _tell(group: int, number: signal.Signals) -> None:
+def _signal(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, number)
 

@@ -1,6 +1,6 @@
 """External engines as the rollout engines of a run: started or connected, updated with weights, probed, and restarted.
 
-It has the interface of a Fleet: `generate`, `publish`, `mend`.
+It has the interface of a Fleet: `generate`, `publish`, `restart_lost`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ServerFleet:
         self.warn = warn
         self.update = update
         self.patience = patience
-        self.pool = EnginePool(mend=self._wait_for_engine)
+        self.pool = EnginePool(restart_lost=self._wait_for_engine)
         self.version: int | None = None
         self.probed: dict[str, float] = {}
         self._mends = 0  # since the last sample
@@ -95,7 +95,7 @@ class ServerFleet:
             self._mended.notify_all()
         return publication
 
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         """Restart lost engines, with the weights of the last publication; only the training thread does it. While an
         engine is left, calls go there, and the others return with the next publication."""
         lost = any(member.lost is not None for member in self.pool.members) and not self._any_ready()
@@ -182,7 +182,7 @@ class ServerFleet:
     def _wait_for_engine(self) -> bool:
         """The pool has no engine left: restart here, or wait until the training thread has done it."""
         if threading.get_ident() == self._owner:
-            self.mend()
+            self.restart_lost()
             return True
         with self._mended:
             return self._mended.wait_for(self._any_ready, self.patience)

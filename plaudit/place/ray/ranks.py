@@ -149,12 +149,12 @@ def _start(ray: Any, group: Any, count: int, arguments: Sequence[str]) -> list[R
 def _forward_stops(ranks: Sequence[Rank]) -> None:
     """Forwards SIGTERM as a stop request to every rank."""
 
-    def tell(*_: object) -> None:
+    def forward(*_: object) -> None:
         for rank in ranks:
             with suppress(OSError):
                 rank.sock.send(b"x")
 
-    signal.signal(signal.SIGTERM, tell)
+    signal.signal(signal.SIGTERM, forward)
 
 
 def _wait(ray: Any, ranks: Sequence[Rank]) -> None:

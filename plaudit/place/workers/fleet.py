@@ -70,7 +70,7 @@ class Fleet:
         pieces = self._submit(prompts, params)
         if threading.get_ident() == self._owner:
             while not self._wait_for_pieces(pieces):
-                self.mend()
+                self.restart_lost()
         for _, call, _ in pieces:
             call.done.wait()
         samples = []
@@ -83,9 +83,9 @@ class Fleet:
         for engine in self.engines:
             if engine.lost is None:
                 with suppress(ReceiverLost):
-                    engine.ask(what)
+                    engine.control(what)
 
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         """Restart lost workers; this needs the weights of the last publication, so only the training thread does it."""
         if threading.get_ident() == self._owner and any(engine.lost is not None for engine in self.engines):
             assert self.version is not None, "weights are published before anything is generated"

@@ -75,12 +75,12 @@ class Member:
 
 
 class EnginePool:
-    """`mend` is called when no engine is left, and returns whether one is available again; None: engines cannot be
-    restored."""
+    """`restart_lost` is called when no engine is left, and returns whether one is available again; None: engines
+    cannot be restarted."""
 
-    def __init__(self, engines: Sequence[PoolEngine] = (), mend: Callable[[], bool] | None = None) -> None:
+    def __init__(self, engines: Sequence[PoolEngine] = (), restart_lost: Callable[[], bool] | None = None) -> None:
         self.members: list[Member] = []
-        self.mend = mend
+        self.restart_lost = restart_lost
         self.version: int | None = None
         self._lock = threading.Lock()
         self._length: float | None = None  # average length of past responses
@@ -143,7 +143,7 @@ class EnginePool:
         while left:
             shares = self._share(left, prompts, params)
             if not shares:
-                if self.mend is not None and self.mend():
+                if self.restart_lost is not None and self.restart_lost():
                     continue
                 raise EngineLost(f"no engine is left to generate: {self._reasons()}")
             with ThreadPoolExecutor(len(shares), thread_name_prefix="pool") as threads:

@@ -219,7 +219,7 @@ class RemoteEngine:
         with self.news:
             return sum(call.wanted - len(call.samples) for call in self._calls.values())
 
-    def ask(self, what: frames.ControlAction, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    def control(self, what: frames.ControlAction, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         id = next(self._ids)
         self._send(frames.ControlCall(id, what))
         with self.news:
@@ -230,7 +230,7 @@ class RemoteEngine:
 
     # Weights
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         if self.lost is not None:
             raise ReceiverLost(self.name, self.lost)
         self._send(frames.WeightCall(message))

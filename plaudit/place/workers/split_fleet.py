@@ -87,7 +87,7 @@ class SplitFleet(Fleet):
         if pieces:
             with self.news:
                 self.news.wait_for(news, LOOK_SECONDS)
-            self.mend()
+            self.restart_lost()
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         """Two engines generate one sample: they need the same seed."""

@@ -81,7 +81,7 @@ class Worker(SocketWorker[frames.Frame]):
                 for parcel in self._parcels.pop(frame.id, {}).values():
                     parcel.close()
             case frames.WeightCall():
-                self._tell(frame.message)
+                self._receive_weights(frame.message)
             case frames.ControlCall():
                 self.send(frames.ControlReply(frame.id, self._control(frame.what)))
             case _:
@@ -124,7 +124,7 @@ class Worker(SocketWorker[frames.Frame]):
             parcels[sample.group] = Parcel(self.engine.export_kv(sample.prompt_ids))
         return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _receive_weights(self, message: dict[str, Any]) -> None:
         reply = answered(self.receiver, message)
         version, publisher = self.receiver.version, str(message["publisher"])
         if version is not None and (publisher, version) != self._published:

@@ -107,7 +107,7 @@ class RuleReward:
             lines, together = [sendable[0].of_all([request.response for request in sendable])], len(sendable)
         worker = self._idle.get()
         try:
-            replies = iter(worker.ask(lines, together))
+            replies = iter(worker.call(lines, together))
         finally:
             self._idle.put(worker)
         answers = (next(replies) if isinstance(request, _Request) else request for request in requests)
@@ -227,16 +227,16 @@ class _Worker:
         self._sandboxed = bool(hello["mechanism"])
         return hello
 
-    def ask(self, lines: Sequence[bytes], together: int = 1) -> list[float | ItemError]:
+    def call(self, lines: Sequence[bytes], together: int = 1) -> list[float | ItemError]:
         """Answers in order, `together` for each line. A line that crashes the process becomes an error; the lines
         after it are sent to a new process."""
         with self._lock:
             answers: list[float | ItemError] = []
             while (done := len(answers) // together) < len(lines):
-                answers += self._ask(lines[done:], together)
+                answers += self._call(lines[done:], together)
             return answers
 
-    def _ask(self, lines: Sequence[bytes], together: int) -> list[float | ItemError]:
+    def _call(self, lines: Sequence[bytes], together: int) -> list[float | ItemError]:
         """Answers to all lines, or up to the first that the process did not answer; at least one."""
         if self._closed:
             return [ItemError("rule_failed", "the rule was closed") for _ in range(len(lines) * together)]

@@ -33,7 +33,7 @@ LOOK_SECONDS = 1.0  # between two checks of a waiting owner for an engine to res
 
 @runtime_checkable
 class Mendable(Protocol):
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         """Restart engines that running calls wait for; does nothing in a thread that must not."""
 
 
@@ -204,7 +204,7 @@ class CallDriver(TurnDriver):
         while not self._inbox and (left := until - time.monotonic()) > 0:
             super().wait(min(left, LOOK_SECONDS))
             if isinstance(self.engine, Mendable):
-                self.engine.mend()
+                self.engine.restart_lost()
 
     def advance(self) -> None:
         super().advance()

@@ -39,11 +39,11 @@ class Scorer:
         self.source = source or (ServerReward(table, warn) if table.url is not None else local_reward(table))
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        scored = self.ask(prompts, samples)
+        scored = self.request_scores(prompts, samples)
         self.check(scored)
         return scored
 
-    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+    def request_scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         """Score `samples[i]`, a response to `prompts[i]`. Samples that failed, or that have a reward from an agent, are
         skipped."""
         ended = ("stop", "length")

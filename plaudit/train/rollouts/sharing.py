@@ -69,26 +69,25 @@ class MainPlayer:
 
 
 class SharedScorer:
-    def __init__(self, scorer: SampleScorer, group: Group, main_asks: bool = False) -> None:
-        """`main_asks`: for all of them, because what scores is not in the ranks."""
+    def __init__(self, scorer: SampleScorer, group: Group, main_only: bool = False) -> None:
+        """`main_only`: the main rank scores all samples, because the rewards are outside of the ranks."""
         self.scorer = scorer
         self.group = group
-        self.main_asks = main_asks
+        self.main_only = main_only
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        scored = self.ask(prompts, samples)
+        scored = self.request_scores(prompts, samples)
         self.check(scored)
         return scored
 
-    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+    def request_scores(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         # Responses to one prompt stay together: a reward may compare them.
         parts = cuts([id(prompt) for prompt in prompts], self.group.size)
         mine = range(*parts[self.group.index : self.group.index + 2])
-        if self.main_asks:
+        if self.main_only:
             mine = range(len(samples) if self.group.index == 0 else 0)
-        return _together(
-            self.group, share_of(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
-        )
+        own_prompts, own_samples = [prompts[i] for i in mine], [samples[i] for i in mine]
+        return _together(self.group, share_of(lambda: self.scorer.request_scores(own_prompts, own_samples)))
 
     def check(self, samples: Sequence[Sample]) -> None:
         self.scorer.check(samples)  # the same samples on every rank, and the same verdict

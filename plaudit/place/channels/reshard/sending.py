@@ -113,7 +113,7 @@ class ReshardChannel:
         take = ReshardTake(
             group.id, exchange.left, training.ranks, splits, parts, training.stages, dict(training.homes)
         )
-        exchange.tell(wires, layout, take)
+        exchange.send(wires, layout, take)
         outcomes = self._all_carry_out(SendOrder(len(wires), exchange.left), exchange, wires)
         answers = exchange.answers(wires)
         checksums = plan.expected([outcome.checksums for outcome in outcomes])
@@ -131,7 +131,7 @@ class ReshardChannel:
     def _joined_group(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
         """A group of all training ranks and these receivers: the existing one, or a new one."""
         group = self._group
-        answers = exchange.ask(wires, layout, CollectivePrepare(None if group is None else group.id))
+        answers = exchange.request(wires, layout, CollectivePrepare(None if group is None else group.id))
         if group is not None and list(wires) == self._members and all(answer.in_group for answer in answers):
             return group
         self._drop_group()
@@ -141,7 +141,7 @@ class ReshardChannel:
         invitation = self._rendezvous.invitation(self.backend, rank + sum(wire.ranks for wire in wires))
         for wire in wires:
             join = msgspec.structs.replace(invitation, rank=rank, seconds=exchange.left)
-            exchange.tell([wire], layout, CollectivePrepare(join=join))
+            exchange.send([wire], layout, CollectivePrepare(join=join))
             rank += wire.ranks
         if not exchange.lost:  # otherwise the others would wait for a group that cannot form
             self._all_carry_out(JoinOrder(invitation, exchange.left), exchange, wires)
