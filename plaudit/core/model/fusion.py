@@ -189,9 +189,8 @@ class Fusion:
         if key not in kind_of:
             count = weight.shape[0]
             x = _random(weight, 6, weight.shape[2 if module.is_transposed else 1])
-            ids = _random(weight, 6, count + getattr(module, "_is_expert_parallel", False)).argsort(-1)[
-                :, : min(2, count)
-            ]
+            others = int(getattr(module, "_is_expert_parallel", False))  # one more index: experts of other ranks
+            ids = _random(weight, 6, count + others).argsort(-1)[:, : min(2, count)]
             weights = _random(weight, *ids.shape).sigmoid()
             silu = module.has_gate and _gates_by_silu(module, weight)
             same = all(

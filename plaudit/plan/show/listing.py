@@ -138,7 +138,7 @@ def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]
 
 def _print_phases(best: Prediction, console: Console) -> None:
     table = Table(
-        title=f"the {'nearest' if best.shortages else 'first plan'} by phase",
+        title=f"the {'nearest' if best.shortages else 'first'} plan by phase",
         title_style="dim",
         title_justify="left",
         box=None,
