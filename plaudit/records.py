@@ -116,6 +116,16 @@ class Sample:
         raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
 
     @property
+    def turn_rewards(self) -> float:
+        """What an environment gave for single turns."""
+        return sum(self.token_rewards or (), 0.0)
+
+    @property
+    def total_reward(self) -> float | None:
+        """What the policy is trained on: the reward of the response and those of its turns; None without a reward."""
+        return None if self.reward is None else self.reward + self.turn_rewards
+
+    @property
     def behaviour(self) -> tuple[float, ...]:
         """The log-probs that a learner recomputes: under the full softmax at the sampling temperature."""
         return self.logprobs if self.tempered_logprobs is None else self.tempered_logprobs

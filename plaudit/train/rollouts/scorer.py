@@ -19,6 +19,8 @@ from plaudit.reward.directory import complete
 from plaudit.reward.reward import Result, Reward
 from plaudit.train.run.overdue import Warn, ignore_warning, overdue
 
+LARGEST = 1e18  # training computes variances of rewards in float32, whose largest number is 3.4e38
+
 
 class RewardFailed(RunError):
     """Rewards are unavailable: the state is saved, and `--resume` continues."""
@@ -125,5 +127,10 @@ def _with(sample: Sample, result: Result) -> Sample:
     assert value is not None
     if not math.isfinite(value):
         return replace(sample, error=ItemError("nonfinite_score", f"the reward is {value}"))
+    if abs(value) > LARGEST:
+        message = (
+            f"the reward is {value:g}, whose square float32 cannot represent; scale rewards to at most {LARGEST:g}"
+        )
+        return replace(sample, error=ItemError("reward_too_large", message))
     # Rewards of an environment's turns are in token_rewards; this one is added at the end.
     return replace(sample, reward=value)
