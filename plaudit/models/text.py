@@ -120,13 +120,19 @@ class Codec:
         return re.compile(f"(?={self.strings.pattern})")
 
     @cached_property
-    def heads(self) -> tuple[str, ...]:
-        """Beginnings of control strings."""
-        return tuple({text[:size] for text in self.controls.values() for size in range(1, len(text))})
+    def longest(self) -> int:
+        return max(map(len, self.controls.values()), default=0)
 
     @cached_property
-    def tails(self) -> tuple[str, ...]:
-        return tuple({text[-size:] for text in self.controls.values() for size in range(1, len(text))})
+    def ends(self) -> tuple[set[str], set[str]]:
+        return _ends_of(set(self.controls.values()))
+
+    def begins_as_one_ends(self, text: str) -> bool:
+        """Whether the text begins with a proper ending of a control string."""
+        return not self.ends[1].isdisjoint([text[:size] for size in range(1, min(self.longest, len(text) + 1))])
+
+    def ends_as_one_begins(self, text: str) -> bool:
+        return not self.ends[0].isdisjoint([text[-size:] for size in range(1, min(self.longest, len(text) + 1))])
 
     @cached_property
     def forbidden(self) -> frozenset[int]:

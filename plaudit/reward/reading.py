@@ -93,11 +93,11 @@ class Intake:
         """Renders conversations in a batch for each ending, which saves round trips to the template's process."""
         for ending in dict.fromkeys(ending for _, ending in chats):
             with suppress(PlauditError, RecursionError):  # errors are reported when the conversation is requested
-                texts = dict.fromkeys(_as_json(messages) for messages, each in chats if each == ending)
-                keys = {ending + text: text for text in texts if len(text) <= self.most_characters}
-                known = self._chats.get_all(keys)
-                if new := {key: json.loads(text) for key, text in keys.items() if key not in known}:
-                    rendered = render_chats(self.tokenizer, list(new.values()), **_rendering(ending))
+                wanted = {ending + _as_json(messages): messages for messages, each in chats if each == ending}
+                fit = [key for key in wanted if len(key) <= self.most_characters]
+                known = self._chats.get_all(fit)
+                if new := [key for key in fit if key not in known]:
+                    rendered = render_chats(self.tokenizer, [wanted[key] for key in new], **_rendering(ending))
                     self._chats.put_all(dict(zip(new, rendered, strict=True)))
 
     def text(self, text: str) -> list[int]:
@@ -193,11 +193,11 @@ class Intake:
         return (*self.begin, *self.content(text))
 
     def _chat(self, messages: Sequence[Message], ending: Ending) -> list[int]:
-        text = _as_json(messages)
-        if (known := self._chats.get(ending + text)) is not None:
+        key = ending + _as_json(messages)
+        if (known := self._chats.get(key)) is not None:
             return known
-        tokens = self._rendered(json.loads(text), **_rendering(ending))
-        self._chats.put_all({ending + text: tokens})
+        tokens = self._rendered(messages, **_rendering(ending))
+        self._chats.put_all({key: tokens})
         return tokens
 
     def templated(
@@ -228,15 +228,19 @@ def _size(item: Item) -> int:
     if item.tokens is not None:
         return len(item.tokens)
     if item.messages is not None:
-        return len(_as_json(item.messages))
-    prompt = item.prompt if item.prompt is None or isinstance(item.prompt, str) else _as_json(item.prompt)
+        return characters(item.messages)
+    prompt = characters(item.prompt) if isinstance(item.prompt, tuple) else len(item.prompt or "")
     response = item.response if isinstance(item.response, tuple) else (item.response or "",)
-    return len(item.text or "") + len(prompt or "") + sum(len(str(step)) for step in response)
+    return len(item.text or "") + prompt + sum(len(str(step)) for step in response)
 
 
 def characters(messages: Sequence[Message]) -> int:
     """The size of a conversation, estimated before tokenising."""
-    return len(_as_json(messages))
+    if not all(isinstance(message, Mapping) for message in messages):
+        return len(_as_json(messages))
+    values = [value for message in messages for value in message.values()]
+    others = [{"": value} for value in values if not isinstance(value, str)]
+    return sum(len(value) for value in values if isinstance(value, str)) + (len(_as_json(others)) if others else 0)
 
 
 def has_tool_calls(message: Message) -> bool:

@@ -167,18 +167,19 @@ class _Seams(dict[str, list[int]]):
     def _ends(self, text: str) -> set[int]:
         """Ends of the text, as it is or trimmed, that the template's own text could complete to a control string."""
         places = set()
-        stripped = text.strip()
+        codec, stripped = self.codec, text.strip()
         if stripped:
             start = text.find(stripped)
-            controls = self.codec.controls.values()
-            if stripped.startswith(self.codec.tails) or any(stripped in control for control in controls):
+            inside = len(stripped) <= codec.longest and any(stripped in each for each in codec.controls.values())
+            if inside or codec.begins_as_one_ends(stripped):
                 places.add(start)
-            if stripped.endswith(self.codec.heads):
+            if codec.ends_as_one_begins(stripped):
                 places.add(start + len(stripped))
-        if text.startswith(self.codec.tails):
-            places.add(0)
-        if text.endswith(self.codec.heads):
-            places.add(len(text))
+        if text != stripped:
+            if codec.begins_as_one_ends(text):
+                places.add(0)
+            if codec.ends_as_one_begins(text):
+                places.add(len(text))
         return places
 
     def _hidden(self, text: str) -> bool:
