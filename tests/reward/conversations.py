@@ -36,7 +36,9 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     bos, eos, *_ = CONTROLS[name]
     backend = byte_tokenizer().backend_tokenizer
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROLS[name]])
-    return tiny.with_bos(backend, bos, eos_token=eos, chat_template=TEMPLATES[name])
+    tokenizer = tiny.with_bos(backend, bos, eos_token=eos, chat_template=TEMPLATES[name])
+    tokenizer.pad_token = "<|endoftext|>"  # transformers reads a classifier at the last token that is not padding
+    return tokenizer
 
 
 def answered(prompt: tuple[dict[str, str], ...], answer: str) -> list[dict[str, str]]:

@@ -58,8 +58,8 @@ def test_a_cut_answer_ends_with_its_text(name: str) -> None:
             assert tokens[: len(whole)] == whole if "<" in answer else tokens == whole
             assert of.intake.tokenizer.decode(tokens).rstrip().endswith(answer.rstrip())
             assert tokens[-1] != of.end
+    calls = [{"function": {"name": "add", "arguments": {}}}]
     with pytest.raises(Refused, match="no tool calls"):
-        calls = [{"function": {"name": "add", "arguments": {}}}]
         of.prepare(Item(messages=(ASK, {"role": "assistant", "content": "", "tool_calls": calls}), cut=True))
 
 
