@@ -18,6 +18,7 @@ from plaudit.records import Item
 from plaudit.reward import load_reward
 from tests.reward import tiny
 from tests.reward.conversations import TEMPLATES, answered, tokenizer_of
+from tests.rotation import mostly_slow
 from tests.serve.mistakes import message_of, verify
 from tests.serve.process import ServerProcess
 
@@ -50,7 +51,7 @@ class Served:
         return float(self.post("/v1/rewards", {"model": "reward", "items": [item]})["items"][0]["scores"][0])
 
 
-@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+@pytest.fixture(scope="module", params=mostly_slow(sorted(TEMPLATES, key=lambda name: (name != "llama3", name))))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = tokenizer_of(request.param)
     module = tiny.model("outcome", tokenizer, ("reward",))
