@@ -49,6 +49,7 @@ class Item:
     tokens    token ids, used as they are
     truth     what a rule needs to check the response
     truncate  the side to truncate if the item is too long; without it too long is an error
+    cut       the response reached its token limit, so that nothing ends it; not for text and tokens
     columns   of the data row of the prompt, for rules that read them; not sent to servers
     group     consecutive items with the same number are responses to one prompt, for rules that score them together
     """
@@ -60,6 +61,7 @@ class Item:
     tokens: tuple[int, ...] | None = None
     truth: Any = None
     truncate: Literal["left", "right"] | None = None
+    cut: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
     group: int | None = None
 
@@ -69,6 +71,8 @@ class Item:
         forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
+        if self.cut and forms[0] in ("text", "tokens"):
+            raise ValueError(f"an Item with {forms[0]} is read as it is; cut is for prompt + response and messages")
 
 
 @dataclass(frozen=True, slots=True)

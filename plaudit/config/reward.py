@@ -87,9 +87,9 @@ class OutcomeTable(ReadByEngine):
     """Added to a label's output before weighting; transformers' heads have no bias, others (NeMo-Aligner's) do."""
     standardise: Standardise | None = None
     end: bool = True
-    """Whether the EOS token is appended to a response."""
+    """Whether the EOS token is appended to a response that no chat template renders."""
     answer: Literal["template", "apart"] = "template"
-    """messages: the chat template renders the answer too, or only what precedes it, as in `plaudit train`."""
+    """Conversations: the chat template renders the answer too, or only what precedes it, as in `plaudit train`."""
 
 
 class ProcessTable(ReadByEngine):

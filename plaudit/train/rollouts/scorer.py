@@ -116,7 +116,7 @@ def _item(prompt: Prompt, sample: Sample, group: int) -> Item:
     messages = prompt.extra.get("messages")
     return Item(
         prompt=prompt.text if messages is None else tuple(messages), response=sample.text, truth=prompt.truth,
-        columns=prompt.columns, group=group,
+        cut=sample.finish_reason == "length", columns=prompt.columns, group=group,
     )  # fmt: skip
 
 
