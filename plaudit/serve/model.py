@@ -463,8 +463,9 @@ def _finished(
         if isinstance(answer, ItemError):
             results.append(make(error=answer, version=version, tokens=len(work.tokens)))
         elif isinstance(reading, JudgeReading):
+            assert isinstance(work, GenerateJob)
             assert isinstance(answer, list)
-            results.append(reading.finish(answer[0]))
+            results.append(reading.finish(work, answer[0]))
         else:
             assert isinstance(work, Work)
             assert isinstance(answer, np.ndarray)

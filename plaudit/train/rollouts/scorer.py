@@ -93,7 +93,7 @@ class ServerReward:
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         with overdue("the reward server", self.urls, self.patience, "reward.patience", self.warn):
-            return self.client.score(items)
+            return [*self.client.score(items)]
 
     def close(self) -> None:
         self.client.close()
