@@ -11,6 +11,7 @@ share of the capacity is reserved for API keys that use less than theirs, so one
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import math
 import secrets
@@ -94,6 +95,7 @@ class Admission:
         self.leaving = self.draining = False
         self._tokens = Quota(queued_tokens, keys)
         self._bytes = Quota(buffered_bytes, keys)
+        self.arriving = Quota(buffered_bytes, keys + 1)  # one more: callers without a key cannot block those with one
         self._status = overload_status
         self._metrics = metrics
         self._answered = 0
@@ -104,6 +106,7 @@ class Admission:
         """`meters`: of the keys with a token quota."""
         self._tokens.share_among(keys)
         self._bytes.share_among(keys)
+        self.arriving.share_among(keys + 1)
         self._meters = meters
 
     @property
@@ -197,6 +200,12 @@ class App:
         self.readers = BodyReaders()
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
+
+    def beside(self, routes: Routes) -> App:
+        """An application with other routes, and the same keys, admission, limits and log."""
+        other = copy.copy(self)
+        other.routes = routes
+        return other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
