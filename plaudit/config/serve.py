@@ -69,6 +69,9 @@ class ListenTable(Table):
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key even if the address is not loopback or keys are configured."""
     overload_status: Literal[503, 429] = 503
+    listen: Literal["start", "ready"] = "start"
+    """When connections are accepted: at once, with 503 until the models are loaded, or when the models are loaded; then
+    balancers that know only whether a server accepts connections, and not its health, use it no earlier."""
     drain_delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds between a termination signal and the drain, in which the server reports not ready and still accepts
     requests, so that load balancers can react."""

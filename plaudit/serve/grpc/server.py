@@ -71,6 +71,14 @@ class GrpcServer:
         for service, methods in services.items():
             handlers = {name: grpc.stream_unary_rpc_method_handler(_lazily(each)) for name, each in methods.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self._table = table
+        self._tls = tls
+        self.port = 0
+        if table.listen == "start":
+            self._bind()
+
+    def _bind(self) -> None:
+        table, tls = self._table, self._tls
         host = f"[{table.host}]" if ":" in table.host else table.host
         place = f"{host}:{table.grpc_port}"
         try:
@@ -82,6 +90,8 @@ class GrpcServer:
             raise ConfigError(f"cannot listen on {place}; choose another --grpc-port") from None
 
     async def start(self) -> None:
+        if not self.port:
+            self._bind()
         await self._server.start()
 
     async def stop(self, seconds: float = END_SECONDS) -> None:

@@ -84,8 +84,9 @@ class Quota:
 
 
 class Admission:
-    """leaving    a shutdown signal was received: reported as not ready, so that load balancers stop sending requests
-    draining   no new requests are accepted
+    """leaving    a shutdown signal was received: the server reports not ready, so that load balancers send no requests, and
+               every reply asks its client to close the connection
+    draining   no new connections are accepted
     """
 
     def __init__(
@@ -121,9 +122,6 @@ class Admission:
     @contextmanager
     def request(self, tenant: str, content_length: int) -> Iterator[Callable[[int], None]]:
         """Admits a request before its body is read. Yields a function that counts bytes beyond the announced length."""
-        if self.draining:
-            self._metrics.rejected.labels("draining").inc()
-            raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
         held = 0
 
         def grow(count: int) -> None:
@@ -233,6 +231,7 @@ class App:
             return
         # otherwise the reply has started; a broken reply is left incomplete, which clients detect
         if not request.begun:
+            self._ask_to_leave(reply)
             await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
 
@@ -294,6 +293,7 @@ class App:
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:
+                self._ask_to_leave(reply)
                 await send_parts(send, reply, reply.parts, request)
             return reply
         except asyncio.CancelledError:
@@ -305,6 +305,10 @@ class App:
             connection.working.discard(task)
             if watching is not None:
                 watching.cancel()
+
+    def _ask_to_leave(self, reply: Reply) -> None:
+        if self.admission.leaving:
+            reply.headers.append((b"connection", b"close"))
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         request.error = type
