@@ -84,8 +84,8 @@ class Quota:
 
 
 class Admission:
-    """leaving    a shutdown signal was received: the server reports not ready, so that load balancers send no requests, and
-               every reply asks its client to close the connection
+    """leaving    a shutdown signal was received: the server reports not ready, so that load balancers stop sending
+               requests, and asks clients to close their connections
     draining   no new connections are accepted
     """
 
