@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, TypeAdapter, field_validator, model_validator
 
-from plaudit.config.reward import KINDS, RewardTable
+from plaudit.config.reward import KINDS, OneReward
 from plaudit.config.search import SearchServiceTable
 from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.table import Positive, Table, check, read_toml
@@ -126,7 +126,7 @@ class ListenTable(Table):
 
 
 class ServeTable(ListenTable):
-    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
+    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], OneReward], Field(min_length=1)]
     protocols: tuple[str, ...] | None = None
     """Protocols besides the native one. Default: all."""
     aliases: Mapping[str, str] = {}
