@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PositiveInt, Tag, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.formats import PLAIN, Format
 from plaudit.config.table import NonNegative, Positive, Share, Table, check, read_toml
@@ -281,7 +281,24 @@ KINDS: dict[str, type[Table]] = {
     "judge": JudgeTable,
     "blend": BlendTable,
 }
-_REWARD: TypeAdapter[RewardTable] = TypeAdapter(Annotated[RewardTable, Field(discriminator="kind")])
+
+
+def reward_by_kind(table: Any) -> str:
+    """The kind of a table, whose default is what its other keys say."""
+    if not isinstance(table, Mapping):
+        return str(getattr(table, "kind", ""))
+    implied = "rule" if "rule" in table else "judge" if "template" in table else "outcome"
+    return str(table.get("kind", implied))
+
+
+# A union whose errors are those of the table's own kind.
+OneReward = Annotated[
+    Annotated[OutcomeTable, Tag("outcome")] | Annotated[ProcessTable, Tag("process")]
+    | Annotated[LogprobsTable, Tag("logprobs")] | Annotated[EmbeddingTable, Tag("embedding")]
+    | Annotated[RuleTable, Tag("rule")] | Annotated[JudgeTable, Tag("judge")] | Annotated[BlendTable, Tag("blend")],
+    Discriminator(reward_by_kind),
+]  # fmt: skip
+_REWARD: TypeAdapter[RewardTable] = TypeAdapter(OneReward)
 
 _COMPARISON = TypeAdapter(ComparisonTable)
 

@@ -11,6 +11,7 @@ share of the capacity is reserved for API keys that use less than theirs, so one
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import math
 import secrets
@@ -83,8 +84,9 @@ class Quota:
 
 
 class Admission:
-    """leaving    a shutdown signal was received: reported as not ready, so that load balancers stop sending requests
-    draining   no new requests are accepted
+    """leaving    a shutdown signal was received: the server reports not ready, so that load balancers stop sending
+               requests, and asks clients to close their connections
+    draining   no new connections are accepted
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Admission:
         self.leaving = self.draining = False
         self._tokens = Quota(queued_tokens, keys)
         self._bytes = Quota(buffered_bytes, keys)
+        self.arriving = Quota(buffered_bytes, keys + 1)  # one more: callers without a key cannot block those with one
         self._status = overload_status
         self._metrics = metrics
         self._answered = 0
@@ -104,6 +107,7 @@ class Admission:
         """`meters`: of the keys with a token quota."""
         self._tokens.share_among(keys)
         self._bytes.share_among(keys)
+        self.arriving.share_among(keys + 1)
         self._meters = meters
 
     @property
@@ -118,9 +122,6 @@ class Admission:
     @contextmanager
     def request(self, tenant: str, content_length: int) -> Iterator[Callable[[int], None]]:
         """Admits a request before its body is read. Yields a function that counts bytes beyond the announced length."""
-        if self.draining:
-            self._metrics.rejected.labels("draining").inc()
-            raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
         held = 0
 
         def grow(count: int) -> None:
@@ -198,6 +199,12 @@ class App:
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
 
+    def beside(self, routes: Routes) -> App:
+        """An application with other routes, and the same keys, admission, limits and log."""
+        other = copy.copy(self)
+        other.routes = routes
+        return other
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "websocket":
@@ -224,6 +231,7 @@ class App:
             return
         # otherwise the reply has started; a broken reply is left incomplete, which clients detect
         if not request.begun:
+            self._ask_to_leave(reply)
             await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
 
@@ -285,6 +293,7 @@ class App:
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:
+                self._ask_to_leave(reply)
                 await send_parts(send, reply, reply.parts, request)
             return reply
         except asyncio.CancelledError:
@@ -296,6 +305,10 @@ class App:
             connection.working.discard(task)
             if watching is not None:
                 watching.cancel()
+
+    def _ask_to_leave(self, reply: Reply) -> None:
+        if self.admission.leaving:
+            reply.headers.append((b"connection", b"close"))
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         request.error = type
