@@ -127,6 +127,8 @@ class Intake:
         if not ids:
             raise Refused("empty", "the list of tokens is empty; expected at least one")
         size = self.facts.vocab_size
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < size:
+            return list(ids)
         for place, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < size:
                 raise Refused(
