@@ -8,6 +8,7 @@ models without scores (log-probs of a causal LM, vectors of an encoder). Steps a
 from __future__ import annotations
 
 import json
+import math
 import threading
 from array import array
 from collections import OrderedDict
@@ -255,6 +256,9 @@ class OutcomeReading:
         self.intake = Intake(tokenizer, facts, table.max_tokens)
         self.weights = None if each_label and _unweighted(table, facts) else _weights(table, facts)
         self.bias = _by_label("bias", table.bias or {}, facts)
+        self._scale: float | None = None  # of a single label
+        if self.weights is not None and len(facts.labels) == 1:
+            self._shift, self._scale = float(self.bias[0]), float(self.weights[0])
 
     def prepare(self, item: Item) -> Work:
         self.intake.refuse_huge(item)
@@ -278,6 +282,10 @@ class OutcomeReading:
         self.intake.prerender([chat for chat in chats if isinstance(chat, tuple)])
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
+        if values.size == 1 and math.isfinite(number := values.item()) and self._scale is not None:
+            # The most frequent case: what follows with one row and one label, without a dozen small arrays.
+            value = (number + self._shift) * self._scale + 0.0  # a sum over labels begins with 0, so -0 becomes 0
+            return Score(self._standardised(value), truncated=work.truncated, tokens=len(work.tokens))
         if not np.isfinite(values).all():
             error = ItemError("nonfinite_score", f"{self.facts.name} returned a score that is not finite")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
@@ -288,10 +296,13 @@ class OutcomeReading:
         if self.weights is None:
             error = ItemError("no_weights", _say_weights(self.facts))
             return Score(error=error, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
-        value = float(pooled @ self.weights)
-        if self.table.standardise is not None:
-            value = (value - self.table.standardise.mean) / self.table.standardise.std
+        value = self._standardised(float(pooled @ self.weights))
         return Score(value, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
+
+    def _standardised(self, value: float) -> float:
+        if self.table.standardise is None:
+            return value
+        return (value - self.table.standardise.mean) / self.table.standardise.std
 
     def _tokens(self, item: Item) -> list[int]:
         if item.tokens is not None:
