@@ -88,7 +88,7 @@ def at_rate(port: int, name: str, rate: float, seconds: float, folder: Path, see
 
 
 def measure(name: str, setting: Setting, shares: list[float], seconds: float, folder: Path) -> list[dict[str, Any]]:
-    with running(name, setting, folder / "scorer", folder / "counts.json") as port:
+    with running(name, setting, folder / "scorer", folder / "counts.json") as (port, _):
         most = capacity(port, name, seconds, folder)
         return [
             {

@@ -65,7 +65,10 @@ def sent(port: int, kind: str, connections: int, seconds: float, folder: Path, s
 
 
 def measure(name: str, setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with running(name, setting, folder / "scorer", folder / "counts.json") as port, ThreadPoolExecutor(2) as threads:
+    with (
+        running(name, setting, folder / "scorer", folder / "counts.json") as (port, _),
+        ThreadPoolExecutor(2) as threads,
+    ):
         sent(port, "short", options.short, 2, folder, 1)  # warm-up
         alone = sent(port, "short", options.short, options.seconds, folder, 2)
         long = threads.submit(sent, port, "long", options.long, options.seconds, folder, 3)

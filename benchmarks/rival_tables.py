@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from search_tables import read, table, throughput
+from search_tables import RESULTS, read, table, throughput
 
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "README.md"
@@ -87,7 +87,16 @@ def search_vs_vllm(record: Record) -> str:
 
 def serving(record: Record) -> str:
     """Each server with its fastest setting; PyTriton without a model is listed separately."""
-    heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "target")
+    return _served(record, "load")
+
+
+def serving_against(record: Record) -> str:
+    (rival,) = record["rivals"]
+    return _served(record, f"load, beside {NAMES[rival]} alone")
+
+
+def _served(record: Record, first: str) -> str:
+    heads = (first, "server", "setting", "samples/s", "CPU time of a request", "p50", "p99", "Plaudit to it", "target")
     loads = {
         "ragged": "64 clients, one sequence of 40–400 tokens each",
         "groups": "16 clients, 8 responses of 40–88 to a prompt of 256",
@@ -104,6 +113,8 @@ def serving(record: Record) -> str:
     rows = []
     for load, words in loads.items():
         here = [x for x in record["rows"] if x["load"] == load]
+        if not here:  # not compared with the only rival
+            continue
         ours = next(x for x in here if x["server"] == "plaudit")
         sides: dict[tuple[str, bool], Record] = {}
         for x in here:
@@ -115,9 +126,19 @@ def serving(record: Record) -> str:
             rate = f"{x['samples/s']:,.0f}" if x["samples/s"] >= 1000 else f"{x['samples/s']:.1f}"
             ratio = "" if server == "plaudit" else f"{ours['samples/s'] / x['samples/s']:.2f}×"
             aim = "" if server == "plaudit" else "–" if empty else target.get((load, server), "–")
-            figures = (rate, latency(x["p50 ms"]), latency(x["p99 ms"]), ratio, aim)
+            figures = (rate, _cpu(x), latency(x["p50 ms"]), latency(x["p99 ms"]), ratio, aim)
             rows.append((words if server == "plaudit" else "", name, x["setting"], *figures))
     return table(heads, rows)
+
+
+def _cpu(row: Record) -> str:
+    """Of all of a server's processes; of ours also the HTTP process's part."""
+    if "CPU ms" not in row:  # recorded before it was measured
+        return "–"
+    times = [
+        f"{1000 * ms:.0f} µs" if ms < 1 else f"{ms:.3g} ms" for ms in (row["CPU ms"], row["CPU ms, first process"])
+    ]
+    return f"{times[0]}, HTTP {times[1]}" if row["server"] == "plaudit" else times[0]
 
 
 def frameworks(record: Record) -> str:
@@ -355,6 +376,10 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and
     "vllm_gpu": ("benchmarks/core.md", vllm_gpu),
     "smollm2_vs_trl": ("benchmarks/smollm2.md", smollm2_vs_trl),
 }
+
+
+if (RESULTS / "serving_pytriton.json").exists():  # of `serving.py --against pytriton`
+    TABLES["serving_pytriton"] = ("benchmarks/serving.md", serving_against)
 
 
 def source(name: str, record: Record) -> str:

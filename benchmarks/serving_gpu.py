@@ -114,11 +114,11 @@ def main() -> None:
         settings = {"plaudit": Setting(""), "fastapi": Setting("", ("--device", device, "--dtype", dtype))}
         for name in options.servers.split(","):
             setting = settings[name]
-            with running(name, setting, folder / NAME, folder / "counts.json") as port:
+            with running(name, setting, folder / NAME, folder / "counts.json") as (port, process):
                 for run in range(options.runs):
                     for load in loads(options.requests, longest, run):
                         core, expected = in_core(engine, load)
-                        server = under_load(port, name, load, folder, expected)
+                        server = under_load(port, process, name, load, folder, expected)
                         server["of the core"] = server["samples/s"] / core["samples/s"]
                         rows += [row | {"run": run} for row in (core, server)]
                         show(core, server)

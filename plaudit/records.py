@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -68,8 +69,9 @@ class Item:
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.response is None):
             raise ValueError("an Item with a prompt needs a response, and one with a response needs a prompt")
-        forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(self, name) is not None]
-        if len(forms) != 1:
+        given = (self.prompt is not None, self.messages is not None, self.text is not None, self.tokens is not None)
+        if sum(given) != 1:
+            forms = list(compress(("prompt", "messages", "text", "tokens"), given))
             raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
         if self.cut and forms[0] in ("text", "tokens"):
             raise ValueError(f"an Item with {forms[0]} is read as it is; cut is for prompt + response and messages")

@@ -242,6 +242,7 @@ class Engine:
     def score(
         self, sequences: Prompt | Sequence[Prompt], *, positions: Sequence[Sequence[int]] | None = None,
         columns: Sequence[int] | None = None, logprobs: bool = False, cache: bool = False, hidden: bool = False,
+        share: bool = True,
     ) -> list[np.ndarray]:  # fmt: skip
         """The head's outputs in float32, per sequence.
 
@@ -251,12 +252,13 @@ class Engine:
         cache       keep the KV, so that a later call computes only new tokens (a search does this); without it the
                     sequences of this call still share common prefixes
         hidden      append the hidden row to each output
+        share       without a cache: whether the sequences may share common prefixes
         """
         ids = [self._intake.tokens(s) for s in as_list(sequences)]
         reads = self._intake.reads(ids, positions, columns, logprobs)
         if hidden:
             reads = [replace(read, hidden=True) for read in reads]
-        values = self._read(ids, reads, cache)
+        values = self._read(ids, reads, cache, share)
         return [v[0] for v in values] if positions is None else values
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
@@ -275,7 +277,7 @@ class Engine:
         request = self._intake.scoring(ids, read, params or SamplingParams())
         return self._call([request], lambda: request.number)
 
-    def _read(self, ids: list[list[int]], reads: list[Read], cache: bool) -> list[np.ndarray]:
+    def _read(self, ids: list[list[int]], reads: list[Read], cache: bool, share: bool = True) -> list[np.ndarray]:
         self.check_ready()
         if not ids:
             return []
@@ -286,11 +288,13 @@ class Engine:
                 return self._call(scoring, lambda: self._scores(scoring))
         training = self.decoder.module.training
         try:
-            self.decoder.module.eval()
+            if training:
+                self.decoder.module.eval()
             with torch.inference_mode():
-                values, computed, shared = read_rows(self.backend, ids, reads, self.budget)
+                values, computed, shared = read_rows(self.backend, ids, reads, self.budget, share)
         finally:
-            self.decoder.module.train(training)
+            if training:
+                self.decoder.module.train()
         self._extra_computed += computed
         self._extra_shared += shared
         if not all(np.isfinite(value).all() for value in values):

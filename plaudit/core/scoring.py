@@ -20,13 +20,13 @@ WORTH_SHARING = 0.1  # of all tokens; below this share the masks and gathers cos
 
 
 def read_rows(
-    backend: Backend, sequences: Sequence[Sequence[int]], reads: Sequence[Read], budget: int
+    backend: Backend, sequences: Sequence[Sequence[int]], reads: Sequence[Read], budget: int, share: bool = True
 ) -> tuple[list[np.ndarray], int, int]:
     """The values of each read, the number of tokens computed, and the number of tokens shared."""
     results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(sequences)
     computed = 0
     pending: list[tuple[list[int], PendingReadout]] = []
-    for batch, shared in _batches(sequences, budget):
+    for batch, shared in _batches(sequences, budget, share):
         chosen = [sequences[i] for i in batch]
         tree = pack_tree(chosen, backend.decoder.device) if shared else _flat(chosen, backend)
         computed += tree.tokens
@@ -46,12 +46,14 @@ def _flat(sequences: Sequence[Sequence[int]], backend: Backend) -> PackedTree:
     return PackedTree(packed, rows)
 
 
-def _batches(sequences: Sequence[Sequence[int]], budget: int) -> list[tuple[list[int], bool]]:
+def _batches(sequences: Sequence[Sequence[int]], budget: int, share: bool) -> list[tuple[list[int], bool]]:
     """The sequences' indices per batch, and whether the batch shares prefixes."""
-    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
-    common = [0] + [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    total = sum(map(len, sequences))
-    if sum(common) < WORTH_SHARING * total:
+    order = list(range(len(sequences)))
+    common = [0] * len(order)
+    if share:
+        order.sort(key=lambda i: list(sequences[i]))
+        common[1:] = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    if sum(common) < WORTH_SHARING * sum(map(len, sequences)):
         by_length = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
         return [(b, False) for b in _cut(by_length, [len(sequences[i]) for i in by_length], [0] * len(order), budget)]
     return [(b, True) for b in _cut(order, [len(sequences[i]) for i in order], common, budget)]

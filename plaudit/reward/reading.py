@@ -8,6 +8,7 @@ models without scores (log-probs of a causal LM, vectors of an encoder). Steps a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -145,6 +146,8 @@ class Intake:
         if not ids:
             raise Refused("empty", "the list of tokens is empty; expected at least one")
         size = self.facts.vocab_size
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < size:
+            return list(ids)
         for place, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < size:
                 raise Refused(
@@ -277,6 +280,9 @@ class OutcomeReading:
         self.intake = Intake(tokenizer, facts, table.max_tokens)
         self.weights = None if each_label and _unweighted(table, facts) else _weights(table, facts)
         self.bias = _by_label("bias", table.bias or {}, facts)
+        self._scale: float | None = None  # of a single label
+        if self.weights is not None and len(facts.labels) == 1:
+            self._shift, self._scale = float(self.bias[0]), float(self.weights[0])
 
     def prepare(self, item: Item) -> Work:
         self.intake.refuse_huge(item)
@@ -307,6 +313,10 @@ class OutcomeReading:
         self.intake.prerender(chats)
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
+        if values.size == 1 and math.isfinite(number := values.item()) and self._scale is not None:
+            # The most frequent case: what follows with one row and one label, without a dozen small arrays.
+            value = (number + self._shift) * self._scale + 0.0  # a sum over labels begins with 0, so -0 becomes 0
+            return Score(self._standardised(value), truncated=work.truncated, tokens=len(work.tokens))
         if not np.isfinite(values).all():
             error = ItemError("nonfinite_score", f"{self.facts.name} returned a score that is not finite")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
@@ -317,9 +327,7 @@ class OutcomeReading:
         if self.weights is None:
             error = ItemError("no_weights", _say_weights(self.facts))
             return Score(error=error, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
-        value = float(pooled @ self.weights)
-        if self.table.standardise is not None:
-            value = (value - self.table.standardise.mean) / self.table.standardise.std
+        value = self._standardised(float(pooled @ self.weights))
         return Score(value, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
 
     def conversation(self, messages: Sequence[Message], cut: bool = False) -> list[int]:
@@ -339,6 +347,11 @@ class OutcomeReading:
         if isinstance(item.prompt, tuple):
             return (*item.prompt, {"role": "assistant", "content": _response(item)})
         return item.messages
+
+    def _standardised(self, value: float) -> float:
+        if self.table.standardise is None:
+            return value
+        return (value - self.table.standardise.mean) / self.table.standardise.std
 
     def _tokens(self, item: Item) -> list[int]:
         if item.tokens is not None:

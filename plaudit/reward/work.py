@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 class TypedTokens(list[int]):
     """Token ids; for an encoder with token types also the type of each, which says to which text of a pair it
@@ -12,8 +14,7 @@ class TypedTokens(list[int]):
     types: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """The values to read for one item.
 
     positions  ascending; the tokens at which values are read

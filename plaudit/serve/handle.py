@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http.app import Admission
 from plaudit.serve.metrics import Metrics
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
 Result = Score | StepScores
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """The API key, priority, deadline and cache options of a request.
 
     path   the items are paths of a search that may be sent again with one more step: each position is cached on its
@@ -37,8 +38,7 @@ class RequestContext:
     path: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredItems:
+class ScoredItems(msgspec.Struct, frozen=True):
     version: str
     results: list[Result]
     tokens: int

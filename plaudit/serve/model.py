@@ -66,7 +66,7 @@ class ServedModel:
     def __init__(self, name: str, table: Table, resources: ServerResources) -> None:
         self.name = name
         self._resources = resources
-        self._counts = resources.metrics.history.model(name)
+        self._prepare_seconds = resources.metrics.prepare_seconds.labels(name)
         self._number = 0
         self._deployments: set[Deployment] = set()  # in service, loading or retiring
         self._retiring: set[asyncio.Task[None]] = set()
@@ -158,11 +158,14 @@ class ServedModel:
                 422, "wrong_kind", f"{self.name} generates text and returns no scores: POST to /v1/chat/completions; a "
                 'causal LM that scores steps needs kind = "process" and its format',
             )  # fmt: skip
-        with deployment.in_use():
+        with deployment:
             began = time.perf_counter()
-            works = await self._prepare(reading, items, context)
+            if _small(items):
+                works = _prepared(reading, items, None)
+            else:
+                works = await self._prepare(reading, items, context)
             seconds = time.perf_counter() - began
-            self._resources.metrics.prepare_seconds.labels(self.name).observe(seconds)
+            self._prepare_seconds.observe(seconds)
             if (trace := TRACE.get()) is not None:
                 trace.prepared(seconds)
             sound = [work for work in works if not isinstance(work, ItemError)]
@@ -181,7 +184,7 @@ class ServedModel:
         if version.reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         began = time.perf_counter()
-        with deployment.in_use():
+        with deployment:
             answers = await self._compute(deployment, works, sum(work.cost for work in works), context)
         good = sum(not isinstance(answer, ItemError) for answer in answers)
         self._count(version, good, len(answers), time.perf_counter() - began)
@@ -309,8 +312,6 @@ class ServedModel:
     async def _prepare(
         self, reading: Scoring, items: Sequence[Item], context: RequestContext
     ) -> list[Work | GenerateJob | ItemError]:
-        if _small(items):
-            return _prepared(reading, items, None)
         over = threading.Event()
         pieces = [items[start : start + TOGETHER] for start in range(0, len(items), TOGETHER)]
         calls = [(partial(_prepared, reading, piece, over), sum(map(_guessed_tokens, piece))) for piece in pieces]
@@ -322,10 +323,8 @@ class ServedModel:
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, context: RequestContext) -> list[Answer]:
         metrics = self._resources.metrics
-        # asyncio.timeout does the same but is several times slower, which matters for small requests.
-        timer = asyncio.get_running_loop().call_later(context.deadline - time.monotonic(), ticket.expire)
         try:
-            await ticket.done
+            await deployment.wait(ticket, context.deadline)
         except TimeoutError:
             waiting, computing = deployment.cancel(ticket)
             metrics.expired.labels(self.name).inc(waiting)
@@ -337,7 +336,6 @@ class ServedModel:
             metrics.cancelled.labels(self.name).inc(waiting + computing)
             raise
         finally:
-            timer.cancel()
             if (trace := TRACE.get()) is not None:
                 trace.computed(self.name, deployment.version, (job.times for job in ticket.jobs))
         return [answer for answer in ticket.answers if answer is not None]

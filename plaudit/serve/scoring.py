@@ -95,8 +95,8 @@ class ScoringService:
         scored = await served.score(items, self._context(request, priority, cache, path=served.kind == "process"))
         request.tokens += scored.tokens
         self._count(served.name, [result.error for result in scored.results], request)
-        values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
-        self.models.metrics.history.models[served.name].scores.extend(value for value in values if value is not None)
+        values = [r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results]
+        self.models.metrics.history.models[served.name].scores.extend([v for v in values if v is not None])
         return scored
 
     async def read(

@@ -7,9 +7,8 @@ requested, and the worker's prefix tree has the KV cache of the rest.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from plaudit.reward.work import Work
 from plaudit.serve.workers.cache import ScoreCache, step_keys

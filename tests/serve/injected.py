@@ -54,28 +54,43 @@ def change_runner(module: ModuleType) -> None:
     module.Runner._decode = with_faults(module.Runner._decode)
 
 
+def change_engine(module: ModuleType) -> None:
+    read = module.read_rows  # of short works
+
+    def faulty(backend: Any, sequences: Any, *rest: Any) -> Any:
+        strike(sequences)
+        return read(backend, sequences, *rest)
+
+    module.read_rows = faulty  # type: ignore[attr-defined]
+
+
 def with_faults(step: Callable[..., Any]) -> Callable[..., Any]:
     def faulty(self: Any, plan: Any, *rest: Any) -> Any:
-        if "PLAUDIT_FAULT" not in os.environ:
-            return step(self, plan, *rest)
-        with Path(os.environ["PLAUDIT_FAULT"] + ".steps").open("a") as file:
-            file.write(".")
-        injected = fault("raise", "memory", "sticky", "exit", "sleep", "hold")
-        if injected and any(concerns(injected, c.sequence.tokens) for c in plan.chunks) and meets(injected):
-            time.sleep(injected.get("seconds", 0.0))
-            while injected["what"] == "hold" and fault("hold"):
-                time.sleep(0.005)
-            if injected["what"] == "raise":
-                raise RuntimeError("injected")
-            if injected["what"] == "memory":
-                raise MemoryError("injected")
-            if injected["what"] == "sticky":
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            if injected["what"] == "exit":
-                os._exit(9)
+        strike([chunk.sequence.tokens for chunk in plan.chunks])
         return step(self, plan, *rest)
 
     return faulty
+
+
+def strike(sequences: Sequence[list[int]]) -> None:
+    """The injected fault, in a step that computes these sequences."""
+    if "PLAUDIT_FAULT" not in os.environ:
+        return
+    with Path(os.environ["PLAUDIT_FAULT"] + ".steps").open("a") as file:
+        file.write(".")
+    injected = fault("raise", "memory", "sticky", "exit", "sleep", "hold")
+    if injected and any(concerns(injected, tokens) for tokens in sequences) and meets(injected):
+        time.sleep(injected.get("seconds", 0.0))
+        while injected["what"] == "hold" and fault("hold"):
+            time.sleep(0.005)
+        if injected["what"] == "raise":
+            raise RuntimeError("injected")
+        if injected["what"] == "memory":
+            raise MemoryError("injected")
+        if injected["what"] == "sticky":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if injected["what"] == "exit":
+            os._exit(9)
 
 
 def change_models(module: ModuleType) -> None:
@@ -102,6 +117,7 @@ def change_worker(module: ModuleType) -> None:
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "plaudit.core.engine": change_engine,
     "plaudit.core.runner": change_runner,
     "plaudit.serve.registry": change_models,
     "plaudit.serve.workers.worker": change_worker,

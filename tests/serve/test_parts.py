@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -129,23 +128,22 @@ def test_the_cache_stays_within_its_bytes_and_evicts_the_least_recently_used(
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.booleans()), max_size=60))
 def test_a_key_below_its_share_is_always_admitted(keys: int, actions: list[tuple[int, int, bool]]) -> None:
     quota = Quota(1000, keys)
-    admitted: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(keys)}
+    admitted: dict[int, list[int]] = {n: [] for n in range(keys)}
     for tenant, count, leave in actions:
         tenant %= keys
         mine = admitted[tenant]
         if leave and mine:
-            mine.pop()[1].__exit__(None, None, None)
+            quota.take(str(tenant), -mine.pop())
             continue
         fits = quota.fits(str(tenant), count)
-        if sum(c for c, _ in mine) + count <= 1000 // keys and all(
-            sum(c for c, _ in admitted[other]) > 1000 // keys or other == tenant for other in admitted
+        if sum(mine) + count <= 1000 // keys and all(
+            sum(admitted[other]) > 1000 // keys or other == tenant for other in admitted
         ):
             assert fits  # only this key is below its share
         if fits:
-            reservation = quota.holding(str(tenant), count)
-            reservation.__enter__()
-            mine.append((count, reservation))
-        assert quota.in_use == sum(c for own in admitted.values() for c, _ in own) <= 1000
+            quota.take(str(tenant), count)
+            mine.append(count)
+        assert quota.in_use == sum(map(sum, admitted.values())) <= 1000
 
 
 def test_retry_after_follows_the_token_rate() -> None:

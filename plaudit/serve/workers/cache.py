@@ -18,11 +18,11 @@ def work_key(
 ) -> bytes:  # fmt: skip
     """The whole digest is the key and is compared in full, so two works never share an entry."""
     sizes = f"{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}"
-    digest = hashlib.sha256(f"{version}\0{salt}\0{sizes} {logprobs}\0".encode())
-    for numbers in (tokens, positions, columns or ()):
-        digest.update(array("q", numbers))
-    digest.update(types)
-    return digest.digest()
+    numbers = array("q", tokens)
+    numbers.extend(positions)
+    numbers.extend(columns or ())
+    about = f"{version}\0{salt}\0{sizes} {logprobs}\0".encode()
+    return hashlib.sha256(b"".join((about, numbers, types))).digest()
 
 
 def step_keys(

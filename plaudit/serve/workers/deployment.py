@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from plaudit.serve.workers.queue import FairQueue
 from plaudit.serve.workers.replica import ISOLATE_AFTER, PROBE_ID, REJECT_AFTER, Connect, Replica
 from plaudit.serve.workers.routing import Affinity
 
+NEAR_SECONDS = 3.0  # of a deadline: more than the interval of `_supervise`
 WORKER, ENCODER = "plaudit.serve.workers.worker", "plaudit.serve.workers.encoder_worker"
 
 
@@ -56,9 +56,15 @@ class Deployment:
         self._connect = connect or local
         self._cache = cache
         self._metrics = metrics
+        self._submitted = metrics.tokens.labels(name, "submitted")
+        self._computed, self._reused = (metrics.tokens.labels(name, kind) for kind in ("computed", "prefix"))
+        self._queue_seconds = metrics.queue_seconds.labels(name)
+        self._compute_seconds = metrics.compute_seconds.labels(name)
+        self._batch_tokens = metrics.batch_tokens.labels(name)
         self.counts = metrics.history.model(name)
         self._tell = on_change
         self._users = 0
+        self._tickets: set[Ticket] = set()  # whose requests wait
         self._affinity = Affinity()
         self._again: deque[Job] = deque()
         self._jobs_by_key: dict[bytes, Job] = {}  # queued or in flight
@@ -99,7 +105,7 @@ class Deployment:
             return "closed"
         if not self.replicas:
             return "loading"
-        states = {replica.wire.state for replica in self.replicas}
+        states = [replica.wire.state for replica in self.replicas]
         return next((state for state in ("ready", "loading") if state in states), "failed")
 
     @property
@@ -137,14 +143,12 @@ class Deployment:
         reasons = await asyncio.gather(*(replica.healthy() for replica in self.replicas))
         return "" if "" in reasons else reasons[0]
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Keeps this version open while a request uses it, also before its works are queued."""
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
 
     # Replicas
 
@@ -205,7 +209,7 @@ class Deployment:
         one share its answer."""
         ticket = Ticket(len(works))
         fresh: list[Job] = []
-        now, traced = time.monotonic(), TRACE.get() is not None
+        now, traced, before = time.monotonic(), TRACE.get() is not None, self.counts.tokens
         for index, work in enumerate(works):
             cost = len(work.tokens)
             self.counts.tokens += cost
@@ -229,7 +233,7 @@ class Deployment:
                 self._metrics.tokens.labels(self.name, "deduplicated").inc(cost)
             job.waiters.append((ticket, index))
             ticket.jobs.append(job)
-        self._metrics.tokens.labels(self.name, "submitted").inc(sum(len(w.tokens) for w in works))
+        self._submitted.inc(self.counts.tokens - before)
         if self.state in ("failed", "closed"):
             self._answer_all(fresh, ItemError("model_failed", self.public_reason))
         else:
@@ -313,13 +317,11 @@ class Deployment:
             self._holder[job.id] = chosen
             batches.setdefault(chosen, []).append(job)
         now = time.monotonic()
-        waits = self._metrics.queue_seconds.labels(self.name)
         for replica, batch in batches.items():
             for job in batch:
-                waits.observe(now - job.since)
+                self._queue_seconds.observe(now - job.since)
                 job.since = now
-            if any(job.times is not None for job in batch):
-                _note_batch(replica, batch)
+            _note_batch(replica, batch)
             replica.send(batch)
 
     def _next(self, available: Sequence[Replica]) -> Job | None:
@@ -335,11 +337,10 @@ class Deployment:
     def on_answer(self, replica: Replica, job: Job, answer: Answer) -> None:
         del self._holder[job.id]
         del self._jobs_by_key[job.key]
-        self._metrics.compute_seconds.labels(self.name).observe(time.monotonic() - job.since)
+        self._compute_seconds.observe(time.monotonic() - job.since)
         if job.times is not None:
             job.times.answer()
         if isinstance(answer, np.ndarray):
-            answer = answer.copy()  # so that the cache does not keep the whole frame alive
             self._cache.put(job.key, answer)
         for ticket, index in job.waiters:
             ticket.answer(index, answer)
@@ -348,10 +349,10 @@ class Deployment:
         self.counts.steps += steps
         self.counts.computed += computed
         self.counts.prefix += shared
-        self._metrics.tokens.labels(self.name, "computed").inc(computed)
-        self._metrics.tokens.labels(self.name, "prefix").inc(shared)
+        self._computed.inc(computed)
+        self._reused.inc(shared)
         if steps:
-            self._metrics.batch_tokens.labels(self.name).observe(computed / steps)
+            self._batch_tokens.observe(computed / steps)
 
     def on_capacity(self) -> None:
         self._pump_soon()
@@ -399,15 +400,39 @@ class Deployment:
         else:
             self.queue.discard(job)
 
+    async def wait(self, ticket: Ticket, deadline: float) -> None:
+        """Wait until a ticket is answered; raises TimeoutError at the deadline (of time.monotonic())."""
+        if ticket.done.done():
+            return
+        ticket.deadline = deadline
+        self._tickets.add(ticket)
+        self._arm(ticket, time.monotonic())
+        try:
+            await ticket.done
+        finally:
+            self._tickets.discard(ticket)
+            if ticket.timer is not None:
+                ticket.timer.cancel()
+
+    def _arm(self, ticket: Ticket, now: float) -> None:
+        """Start the timer of a ticket, if its deadline is near. Few are: `_supervise` looks for those that become so,
+        since starting and cancelling a timer costs more than everything else here."""
+        if ticket.timer is None and ticket.deadline - now < NEAR_SECONDS:
+            ticket.timer = asyncio.get_running_loop().call_later(max(0.0, ticket.deadline - now), ticket.expire)
+
     async def _supervise(self) -> None:
         while True:
             await asyncio.sleep(1.0)
+            now = time.monotonic()
+            for ticket in self._tickets:
+                self._arm(ticket, now)
             for replica in self.replicas:
                 replica.supervise()
 
 
 def _note_batch(replica: Replica, jobs: Sequence[Job]) -> None:
-    batch = Batch(time.time_ns(), replica.number, len(jobs), sum(job.cost for job in jobs))
-    for job in jobs:
-        if job.times is not None:
-            job.times.batch = batch
+    traced = [job.times for job in jobs if job.times is not None]
+    if traced:
+        batch = Batch(time.time_ns(), replica.number, len(jobs), sum(job.cost for job in jobs))
+        for times in traced:
+            times.batch = batch

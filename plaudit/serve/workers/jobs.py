@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -67,7 +70,11 @@ CONTRADICTED = ItemError(
 class Ticket:
     """The works of one request, answered in any order."""
 
+    __slots__ = ("_open", "answers", "deadline", "done", "jobs", "timer")
+
     def __init__(self, count: int) -> None:
+        self.deadline = math.inf  # of the event loop's clock
+        self.timer: asyncio.TimerHandle | None = None
         self.answers: list[Answer | None] = [None] * count
         self.jobs: list[Job] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,6 +84,7 @@ class Ticket:
 
     def expire(self) -> None:
         """The deadline has expired: awaiting `done` raises TimeoutError."""
+        self.timer = None
         if not self.done.done():
             self.done.set_exception(TimeoutError())
 
@@ -87,7 +95,7 @@ class Ticket:
             self.done.set_result(None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """One work for the worker, shared by all requests for it. `cost`: the tokens to compute, excluding the prefix
     shared with the previous work of the same request."""
@@ -122,9 +130,9 @@ def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
         yield frames.Works(
             ids=[job.id for job, _ in works],
             lengths=[len(work.tokens) for _, work in works],
-            tokens=frames.as_bytes([work.tokens for _, work in works]),
+            tokens=array("i", chain.from_iterable(work.tokens for _, work in works)).tobytes(),
             counts=[len(work.positions) for _, work in works],
-            positions=frames.as_bytes([work.positions for _, work in works]),
+            positions=array("i", chain.from_iterable(work.positions for _, work in works)).tobytes(),
             columns=[work.columns for _, work in works],
             logprobs=[work.logprobs for _, work in works],
             salts=[job.salt for job, _ in works],

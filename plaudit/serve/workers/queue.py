@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 MAX_DEAD = 1024  # cancelled items that may remain in the queue
 
@@ -24,20 +24,16 @@ class Costed(Protocol):
 J = TypeVar("J", bound=Costed)
 
 
-@dataclass
-class _Flow(Generic[J]):
-    """The queued items of one request."""
+class _Flow(NamedTuple, Generic[J]):
+    """The queued items of one request. The first three fields order a heap of them."""
 
-    jobs: deque[J]
-    priority: int
-    number: int
+    lower: int  # the priority, negative
     tag: int
+    number: int
+    jobs: deque[J]
 
-    def __lt__(self, other: _Flow[J]) -> bool:
-        return (-self.priority, self.tag, self.number) < (-other.priority, other.tag, other.number)
 
-
-@dataclass
+@dataclass(slots=True)
 class _Tenant(Generic[J]):
     """Kept while its queue is empty, so that its tag is not reset with each request. There are as many as API keys."""
 
@@ -59,10 +55,12 @@ class FairQueue(Generic[J]):
         """Add the items of one request, in order."""
         if not jobs:
             return
-        entry = self._tenants.setdefault(tenant, _Tenant())
+        entry = self._tenants.get(tenant)
+        if entry is None:
+            entry = self._tenants[tenant] = _Tenant()
         if not entry.flows:
             entry.tag = max(entry.tag, self._clock)
-        heapq.heappush(entry.flows, _Flow(deque(jobs), priority, next(self._numbers), entry.clock))
+        heapq.heappush(entry.flows, _Flow(-priority, entry.clock, next(self._numbers), deque(jobs)))
         self.items += len(jobs)
         self.tokens += sum(job.cost for job in jobs)
 
@@ -87,15 +85,16 @@ class FairQueue(Generic[J]):
         return None
 
     def _next(self) -> J:
-        tenant = min((t for t in self._tenants.values() if t.flows), key=lambda t: t.tag)
-        flow = tenant.flows[0]
-        job = flow.jobs.popleft()
+        waiting = [tenant for tenant in self._tenants.values() if tenant.flows]
+        tenant = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda t: t.tag)
+        lower, tag, number, jobs = tenant.flows[0]
+        job = jobs.popleft()
         if not job.dead:
-            self._clock, tenant.clock = tenant.tag, max(tenant.clock, flow.tag)
+            self._clock, tenant.clock = tenant.tag, max(tenant.clock, tag)
             tenant.tag += job.cost
-            flow.tag += job.cost
-        if flow.jobs:
-            heapq.heapreplace(tenant.flows, flow)
+            tag += job.cost
+        if jobs:
+            heapq.heapreplace(tenant.flows, _Flow(lower, tag, number, jobs))
         else:
             heapq.heappop(tenant.flows)
         return job
@@ -103,8 +102,7 @@ class FairQueue(Generic[J]):
     def _sweep(self) -> None:
         """Remove cancelled items: `take` may not be called for a long time, while clients connect and disconnect."""
         for tenant in self._tenants.values():
-            for flow in tenant.flows:
-                flow.jobs = deque(job for job in flow.jobs if not job.dead)
-            tenant.flows = [flow for flow in tenant.flows if flow.jobs]
+            alive = [flow._replace(jobs=deque(job for job in flow.jobs if not job.dead)) for flow in tenant.flows]
+            tenant.flows = [flow for flow in alive if flow.jobs]
             heapq.heapify(tenant.flows)
         self._dead = 0

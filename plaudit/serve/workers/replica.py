@@ -81,7 +81,9 @@ class Replica:
         self.leaving = False  # accepts no more jobs
         self._keeper = keeper
         self._metrics = metrics
-        self._labels = (keeper.name, str(number))
+        self._labels = labels = (keeper.name, str(number))
+        self._items = metrics.replica_items.labels(*labels)
+        self._computed, self._reused = (metrics.replica_tokens.labels(*labels, k) for k in ("computed", "prefix"))
         self._probe: asyncio.Future[bool] | None = None
         self._probe_columns: tuple[int, ...] | None = None
         self._seen = (0, 0, 0)  # the worker's last counters
@@ -183,7 +185,8 @@ class Replica:
         at = 0
         for id, rows, columns in zip(results.ids, results.rows, results.columns, strict=True):
             size = rows * columns
-            self._answer(id, values[at : at + size].reshape(rows, columns))
+            # Copied, so that the cache does not keep the whole frame alive.
+            self._answer(id, values[at : at + size].reshape(rows, columns).copy())
             at += size
         for piece in results.pieces:
             job = self.in_flight.get(piece.id)
@@ -216,13 +219,13 @@ class Replica:
         if job is None:
             return  # cancelled
         self.release(job)
-        self._metrics.replica_items.labels(*self._labels).inc()
+        self._items.inc()
         self._keeper.on_answer(self, job, answer)
 
     def _count(self, results: frames.Results) -> None:
         now = (results.steps, results.tokens_computed, results.tokens_shared)
         steps, computed, shared = (new - old for new, old in zip(now, self._seen, strict=True))
         self._seen = now
-        self._metrics.replica_tokens.labels(*self._labels, "computed").inc(computed)
-        self._metrics.replica_tokens.labels(*self._labels, "prefix").inc(shared)
+        self._computed.inc(computed)
+        self._reused.inc(shared)
         self._keeper.on_counted(steps, computed, shared, results.budget)

@@ -39,10 +39,11 @@ from plaudit.serve.workers.ranks import lead, leave
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 SMALLEST_BUDGET = 256
+SHORT = 16  # tokens, a block of KV: to look it up and to store it would take longer than to compute it again
 NARROW = 192  # hidden size below which threads that sleep while waiting cost more than they save
 
 
-@dataclass
+@dataclass(slots=True)
 class _PendingRequest:
     """One work or prompt received from the server."""
 
@@ -60,6 +61,11 @@ class _PendingRequest:
     # of a stream: tokens and characters sent, by sample
     reported: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    @property
+    def short(self) -> bool:
+        """Whether it is a work that is read without KV."""
+        return self.positions is not None and len(self.tokens) <= SHORT
+
     def begin_again(self) -> None:
         self.ended, self.error, self.whole, self.reported = 0, None, [], {}
 
@@ -72,6 +78,8 @@ class Worker(SocketWorker[frames.Frame]):
         self._numbers: dict[int, int] = {}  # the server's id -> the engine's request number
         self._waiting: deque[_PendingRequest] = deque()  # received, not yet submitted to the engine
         self._alone: deque[_PendingRequest] = deque()  # to be computed again, one at a time, before the others
+        self._reads_short = not engine.backend.overlaps
+        self._short_steps = 0
         self._timer = frames.Timer()
         self._before = engine.stats()  # excludes the warm-up from the counters
 
@@ -100,8 +108,34 @@ class Worker(SocketWorker[frames.Frame]):
         return bool(self.engine.busy or self._alone or self._waiting)
 
     def step(self) -> None:
+        if self._reads_short and not self._alone:
+            self._read_short()
         self._submit_next()
         self._report(self.engine.step())
+
+    def _read_short(self) -> None:
+        """Compute the short sequences that wait in one pass without KV, which costs a third of what the engine's queue
+        and its prefix tree do."""
+        first = next((each for each in self._waiting if each.short), None)
+        if first is None:
+            return
+        room = self.engine.budget // SHORT
+        now, later = list[_PendingRequest](), deque[_PendingRequest]()
+        for each in self._waiting:
+            together = each.short and each.columns == first.columns and each.logprobs == first.logprobs
+            (now if together and len(now) < room else later).append(each)
+        try:
+            values = self.engine.score(
+                [each.tokens for each in now], positions=[each.positions or () for each in now], columns=first.columns,
+                logprobs=first.logprobs, share=False,
+            )  # fmt: skip
+        except Exception:  # one of them is at fault: the engine's queue finds out which, and reports its error
+            for each in now:
+                self._submit(each)
+        else:
+            self._short_steps += 1
+            self._send_results([(each.id, value) for each, value in zip(now, values, strict=True)], [], [])
+        self._waiting = later
 
     def _submit_next(self) -> None:
         """Submit everything queued; but while a request must be computed alone, only that one."""
@@ -216,7 +250,7 @@ class Worker(SocketWorker[frames.Frame]):
                 texts=[],
                 tokens_computed=stats.tokens_computed - self._before.tokens_computed,
                 tokens_shared=stats.tokens_shared - self._before.tokens_shared,
-                steps=stats.steps - self._before.steps,
+                steps=stats.steps - self._before.steps + self._short_steps,
                 budget=self.engine.budget,
                 pieces=pieces,
                 seconds=self._timer.end([id for id, _ in values] + [piece.id for piece in pieces if piece.finish]),

@@ -33,8 +33,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -57,7 +56,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True):
     responses: list[str | list[str]] | None = None
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
-    tokens: list[int] | None = None
+    tokens: tuple[int, ...] | None = None
     truth: Any = None
     cut: bool = False
 
@@ -80,8 +79,7 @@ _BODY = msgspec.json.Decoder(_Body)
 _ITEM = msgspec.json.Decoder(_Item)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardRequest:
+class RewardRequest(msgspec.Struct, frozen=True):
     """A parsed request: groups of items answered together, or the reason why a group is invalid."""
 
     model: str | None
@@ -133,9 +131,10 @@ def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[
         return "a text of this item is not valid Unicode: it has a lone surrogate, or bytes that are not UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
         return one_line(error, 200)
-    forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(item, name) is not None]
-    if len(forms) != 1:
-        return f"this item has {forms or 'none'}; expected one of prompt + responses, messages, text and tokens"
+    given = (item.prompt is not None, item.messages is not None, item.text is not None, item.tokens is not None)
+    if sum(given) != 1:
+        forms = list(compress(("prompt", "messages", "text", "tokens"), given)) or "none"
+        return f"this item has {forms}; expected one of prompt + responses, messages, text and tokens"
     if (item.prompt is None) != (item.responses is None):
         return "prompt or responses is missing; give both"
     if item.responses is not None:
@@ -155,7 +154,7 @@ def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[
         return "cut is for prompt + responses and messages; text and tokens are read as they are"
     if item.text is not None:
         return [Item(text=item.text, truth=item.truth, truncate=truncate)]
-    return [Item(tokens=tuple(item.tokens or ()), truth=item.truth, truncate=truncate)]
+    return [Item(tokens=item.tokens, truth=item.truth, truncate=truncate)]
 
 
 def write_json(
@@ -170,18 +169,20 @@ def write_json(
 
 
 def _item(results: Sequence[Result], request: RewardRequest) -> dict[str, Any]:
+    failed = any(r.error is not None for r in results)
     errors = [None if r.error is None else {"type": r.error.type, "message": r.error.message} for r in results]
     attributes = [dict(r.attributes) if isinstance(r, Score) else {} for r in results]
-    if all(e is not None for e in errors) and all(e == errors[0] for e in errors) and not any(attributes):
+    if failed and None not in errors and all(e == errors[0] for e in errors) and not any(attributes):
         return {"error": errors[0]}
     item: dict[str, Any] = {"scores": [value_of(r) for r in results]}
     if request.steps:
         item["steps"] = [list(r.values) if isinstance(r, StepScores) and r.error is None else None for r in results]
     if any(attributes):
         item["attributes"] = attributes
-    if any(r.truncated for r in results):
-        item["truncated"] = [r.truncated for r in results]
-    if any(errors):
+    truncated = [r.truncated for r in results]
+    if True in truncated:
+        item["truncated"] = truncated
+    if failed:
         item["errors"] = errors
     return item
 
