@@ -188,15 +188,19 @@ class Intake:
             return self._openings[key]
 
     def templated(
-        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The messages rendered with the model's chat template and its variables."""
         if not self.tokenizer.chat_template:
             raise Refused(
                 "unsupported_form", f"{self.facts.name} has no chat template; give prompt and response as text"
             )
         try:
-            return render_chat(self.tokenizer, messages, add_generation_prompt, variables=variables)
+            return render_chat(
+                self.tokenizer, messages, add_generation_prompt, continue_final_message=continue_final_message,
+                variables=variables,
+            )  # fmt: skip
         except PlauditError as error:
             raise Refused("bad_messages", str(error)) from error
         except RecursionError as error:

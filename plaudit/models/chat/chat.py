@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -27,26 +28,34 @@ Message = Mapping[str, Any]
 
 def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
-    seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """Return the token ids of a conversation. The template has `seconds` to render it. `variables` are further inputs
-    of the template: tools, or its own switches. Their text does not become control tokens either."""
-    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds, variables=variables)[0]
+    of the template: tools, or its own switches. Their text does not become control tokens either. With
+    `continue_final_message` it ends behind the content of the last message, which is unfinished."""
+    return render_chats(
+        tokenizer, [messages], add_generation_prompt, continue_final_message=continue_final_message, seconds=seconds,
+        variables=variables,
+    )[0]  # fmt: skip
 
 
 def render_chats(
     tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
-    *, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
+    *, continue_final_message: bool = False, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Render many conversations in one call to the template process. The first failure is raised."""
     template, seams = _template(tokenizer, variables), _Seams(codec_of(tokenizer))
     guards, guarded, guarded_variables = [], [], []
     for messages in conversations:
         _check_messages(messages, template)
-        guards.append(guard := _Guard(seams, _choose_mark(template, [*messages, variables or {}])))
+        guards.append(guard := _Guard(seams, *_choose_marks(template, [*messages, variables or {}])))
         guarded.append([guard.value(with_tool_calls(message)) for message in messages])
         guarded_variables.append({name: guard.value(value, literal=()) for name, value in (variables or {}).items()})
+        if continue_final_message:
+            guard.mark_end(guarded[-1][-1])
     rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds, guarded_variables)
+    if continue_final_message:
+        rendered = [guard.before_end(text) for guard, text in zip(guards, rendered, strict=True)]
     careful = [guard.used or seams.codec.unknown_ends for guard in guards]
     plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
     return [
@@ -94,8 +103,21 @@ def _render(
 
 
 class _Guard:
-    def __init__(self, seams: _Seams, mark: str) -> None:
-        self.seams, self.mark, self.used = seams, mark, False
+    def __init__(self, seams: _Seams, mark: str, end: str) -> None:
+        self.seams, self.mark, self.end, self.used = seams, mark, end, False
+
+    def mark_end(self, message: dict[str, Any]) -> None:
+        if not isinstance(message.get("content"), str):
+            raise RequestError("the content of the last message, which is to be continued, is not text")
+        message["content"] += f"{self.end} "
+
+    def before_end(self, rendered: str) -> str:
+        """What the template writes up to the end of the last content, as transformers determines it: if it loses the
+        space that follows, the template trims contents."""
+        text, found, rest = rendered.rpartition(self.end)
+        if not found:
+            raise RequestError("the chat template omits the last message, which is to be continued")
+        return text if rest.startswith(" ") else text.rstrip()
 
     def value(self, value: Any, key: str = "", literal: Sequence[str] = ("role", "type")) -> Any:
         """`literal`: keys whose text stays as it is."""
@@ -210,12 +232,13 @@ def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
 
 
-def _choose_mark(template: str, messages: Sequence[Message]) -> str:
+def _choose_marks(template: str, messages: Sequence[Message]) -> tuple[str, str]:
+    """One for control strings, one for the end of the last content."""
     seen = template + repr(messages)
-    for mark in MARKS:
-        if mark not in seen and _escaped(mark) not in seen:
-            return mark
-    raise RequestError("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
+    free = list(islice((mark for mark in MARKS if mark not in seen and _escaped(mark) not in seen), 2))
+    if len(free) < 2:
+        raise RequestError("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF; remove some")
+    return free[0], free[1]
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -349,9 +349,14 @@ def _without_collector(read: Callable[..., T], *arguments: Any) -> T:
 def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
     """Converts the body's fields to a record; unknown fields are ignored."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(given(fields), kind)
     except msgspec.ValidationError as error:
         raise HttpError(status, "invalid_request", one_line(error, 200)) from None
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value: for an optional field null is the same as absent, as many clients send it."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _too_large(limit: int) -> HttpError:
@@ -438,7 +443,7 @@ class Endpoint:
     def choose(self, request: Request) -> Route:
         if len(self.routes) == 1:
             return self.last
-        fields = request.fields()
+        fields = given(request.fields())
         return next((r for r in self.routes if r.claims is not None and r.claims(fields)), self.last)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from plaudit.serve.http.message import HttpError, Reply
+from plaudit.serve.http.message import HttpError, Reply, given
 
 T = TypeVar("T", bound=msgspec.Struct)
 FORMS = "a text, a pair of texts, or a list of [text] and [text, text]"
@@ -77,7 +77,7 @@ class Pipeline(msgspec.Struct):
 
 def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(given(fields), kind)
     except msgspec.ValidationError as error:
         raise HttpError(422, "invalid_request", str(error)) from None
 
