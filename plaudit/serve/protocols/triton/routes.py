@@ -79,13 +79,15 @@ class TritonRoutes(ProtocolRoutes):
         )
 
     async def live(self, request: Request) -> Reply:
-        return Reply(200, b"")
+        return Reply.json({"live": True})
 
     async def ready(self, request: Request) -> Reply:
-        return Reply(200 if not await self.scoring.models.unready() else 503, b"")
+        ready = not await self.scoring.models.unready()
+        return Reply.json({"ready": ready}, 200 if ready else 503)
 
     async def model_ready(self, name: str, request: Request) -> Reply:
-        return Reply(200 if not await self.scoring.find(name).healthy() else 503, b"")
+        ready = not await self.scoring.find(name).healthy()
+        return Reply.json({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def index(self, request: Request) -> Reply:
         statuses = [(name, self.scoring.find_model(name).status()) for name in self.names]
