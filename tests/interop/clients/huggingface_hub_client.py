@@ -1,5 +1,5 @@
-"""huggingface_hub's InferenceClient, sync and async, unchanged, also below /tei. In: url, texts. Out: scores of each text by
-both, raw scores, the status of the error for a text that is too long, and those of other tasks."""
+"""huggingface_hub's InferenceClient, sync and async, unchanged, also below /tei. In: url, texts. Out: scores of each
+text by both, raw scores, the status of the error for a text that is too long, and those of other tasks."""
 
 import asyncio
 import json

@@ -1,14 +1,10 @@
-"""its_hub's beam search over steps, unchanged, with the process model of the server. In: url, key, writer, judge, prompt.
-Out: for both ways to keep the step's delimiter the responses, their scores and their numbers of steps."""
+"""its_hub's beam search over steps, unchanged, with the process model of the server. In: url, key, writer, judge,
+prompt. Out: for both ways to keep the step's delimiter the responses, their scores and their numbers of steps."""
 
 import json
 import sys
-import warnings
 
 import requests
-
-warnings.simplefilter("ignore")
-
 from its_hub.api import AbstractProcessRewardModel
 from its_hub.core.algorithms.beam_search import BeamSearch
 from its_hub.core.lms.openai_lm import OpenAICompatibleLanguageModel

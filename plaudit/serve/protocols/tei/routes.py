@@ -94,8 +94,8 @@ class TeiRoutes(ProtocolRoutes):
         served = self.scoring.models.served.get(self.scoring.aliases.get(EMBEDDING_MODEL, ""))
         if not isinstance(served, ServedModel):
             raise HttpError(
-                422, "unsupported_form", "a body without parameters asks for feature extraction, and no sentence encoder is "
-                "served; for a text classification send parameters, if only {}, or POST to /predict",
+                422, "unsupported_form", "a body without parameters asks for feature extraction, and no sentence "
+                "encoder is served; for a text classification send parameters, if only {}, or POST to /predict",
             )  # fmt: skip
         about = "; for a text classification send parameters, if only {}"
         parsed = tei.decoded(request.fields(), tei.FeatureExtraction, about)
