@@ -63,7 +63,7 @@ slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.
 slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
-interop: $(INSTALLED) .venv-interop/.installed .venv-interop/.openenv .venv-verifiers/.installed .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
+interop: $(INSTALLED) .venv-interop/.installed .venv-interop/.openenv .venv-verifiers/.installed .venv-pytriton/.installed .venv-clients/.installed .venv-gym/.installed .venv-vllm/.installed .venv-docs/.installed
 	@$(BIN)/python -m pytest -m interop --timeout 900 -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
@@ -183,6 +183,22 @@ $(VENV)/.encoder: $(INSTALLED)
 	@echo "setting up .venv-verifiers (once; a few minutes)"
 	@$(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 verifiers==0.4.0
+	@touch $@
+
+# Clients that work without torch. LiteLLM and lm-evaluation-harness need only a part of their own dependencies.
+.venv-clients/.installed:
+	@echo "setting up .venv-clients (once; under a minute)"
+	@$(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps litellm==1.109.1 lm_eval==0.4.13 transformers==5.19.0
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile its_hub==1.2.0 langchain-cohere==0.6.0 openai==3.49.0 huggingface_hub==2.4.0 'httpx[http2]==0.28.1' aiohttp==3.14.5 backoff certifi click dill fastuuid filelock importlib-metadata jinja2 jsonschema more_itertools numpy packaging pydantic pydantic-settings python-dotenv pyyaml regex requests safetensors tenacity tiktoken tokenizers tqdm typer
+	@touch $@
+
+# NeMo Gym's model server without its benchmarks. It declares Python 3.12, and this part of it runs on 3.11.
+.venv-gym/.installed:
+	@echo "setting up .venv-gym (once; under a minute)"
+	@$(PYTHON) -m venv .venv-gym
+	@.venv-gym/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --ignore-requires-python nemo-gym==0.4.0
+	@.venv-gym/bin/python -m pip install --quiet --disable-pip-version-check --no-compile openai==2.7.2 anthropic==0.109.2 ray==2.60.0 wandb==0.31.0 aiohttp devtools fastapi gprof2dot httpx hydra-core itsdangerous omegaconf orjson pydot requests rich uvicorn uvloop yappi
 	@touch $@
 
 # Another rival, whose client NeMo-Aligner uses. Its server runs on Debian 12's own python3 (3.11.2) and needs numpy < 2.

@@ -89,6 +89,8 @@ class Sample:
     top_logprobs       if requested: the likeliest tokens at each position, best first, under the model's own
     prompt_logprobs, prompt_top_logprobs   like raw_logprobs and top_logprobs, for the prompt after its first token
     experts            for a mixture of experts, if recorded (core/routing.py): of each computed token, router by router
+    stop               the stop string that ended it, or ""
+    prompt_ranks       with prompt_logprobs: the rank of each of these tokens in the vocabulary, 1 for the likeliest
     """
 
     prompt_ids: tuple[int, ...]
@@ -110,6 +112,8 @@ class Sample:
     prompt_logprobs: tuple[float, ...] | None = None
     prompt_top_logprobs: tuple[Likely, ...] | None = None
     experts: bytes | None = None
+    stop: str = ""
+    prompt_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         tokens, rewards, tempered = len(self.token_ids), self.token_rewards, self.tempered_logprobs

@@ -18,7 +18,9 @@ from plaudit.errors import ConfigError
 Port = Annotated[int, Field(ge=0, le=65535)]
 ATTRIBUTES = "/attributes"  # suffix of a model's name in an alias: one value per label
 NO_SCORE = ("blend", "logprobs", "embedding")  # kinds that cannot be members of a blend
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
+NAME_CHARACTERS = 100
+LAST_PARTS = ("attributes", "config", "stats", "ready", "infer")  # of Triton's paths behind a model's name
 
 
 class LimitsTable(Table):
@@ -126,7 +128,9 @@ class ListenTable(Table):
 
 
 class ServeTable(ListenTable):
-    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], OneReward], Field(min_length=1)]
+    models: Annotated[
+        Mapping[Annotated[str, Field(pattern=NAME, max_length=NAME_CHARACTERS)], OneReward], Field(min_length=1)
+    ]
     protocols: tuple[str, ...] | None = None
     """Protocols besides the native one. Default: all."""
     aliases: Mapping[str, str] = {}
@@ -146,6 +150,14 @@ class ServeTable(ListenTable):
         """Return the keys of a model that the operator set, in the file or by flags. The rest of its table comes from
         the model's directory, and is replaced when another model is swapped in."""
         return dict(self._explicit.get(name, {}))
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        for name in self.models:
+            *before, last = name.split("/")
+            if before and (last in LAST_PARTS or "versions" in before):
+                raise ValueError(f"models.{name} ends like a path of Triton's protocol; give it another name")
+        return self
 
     @model_validator(mode="after")
     def _aliases(self) -> Self:

@@ -68,8 +68,8 @@ def accept(sequence: Sequence, draws: Draws, version: int, model: str) -> int:
             return i
         sequence.take(Draws(*(column[i : i + 1] for column in draws)), version)  # type: ignore[arg-type]
         stopped = token in request.stop_ids
-        if sequence.stream is not None and not stopped:
-            stopped = sequence.stream.push(token)
+        if sequence.stream is not None and (not stopped or request.params.include_stop):
+            stopped = sequence.stream.push(token) or stopped
         if request.stop_when is not None and not stopped:
             stopped = _stops(sequence)
         if stopped or sequence.remaining == 0 or sequence.finish is not None:
@@ -99,6 +99,7 @@ def note_prompt(sequence: Sequence) -> None:
     values, count = np.concatenate(sequence.values), read.likeliest
     request.prompt_read, sequence.values = None, []
     request.prompt_logprobs = tuple(values[:, 0].tolist())
+    request.prompt_ranks = tuple(values[:, 1].astype(int).tolist())
     if count:
-        ids, logprobs = values[:, 1 : 1 + count].astype(int).tolist(), values[:, 1 + count :].tolist()
+        ids, logprobs = values[:, 2 : 2 + count].astype(int).tolist(), values[:, 2 + count :].tolist()
         request.prompt_tops = tuple(tuple(zip(i, p, strict=True)) for i, p in zip(ids, logprobs, strict=True))

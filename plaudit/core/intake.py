@@ -84,7 +84,7 @@ class Intake:
         request.open = {sequence.index for sequence in request.sequences}
         for sequence in request.sequences:
             if self.tokenizer is not None and (stream or params.stop):
-                sequence.stream = TextStream(self.tokenizer, params.stop, params.min_tokens)
+                sequence.stream = TextStream(self.tokenizer, params.stop, params.min_tokens, params.include_stop)
                 for token in sequence.tokens[len(ids) :]:
                     sequence.stream.push(token)
         return request
@@ -107,10 +107,12 @@ class Intake:
             return
         if begun:
             request.prompt_logprobs, request.prompt_tops = begun[0].prompt_logprobs, begun[0].prompt_top_logprobs
+            request.prompt_ranks = begun[0].prompt_ranks
         elif len(request.prompt_ids) == 1:
-            request.prompt_logprobs, request.prompt_tops = (), () if count else None
+            request.prompt_logprobs, request.prompt_tops, request.prompt_ranks = (), () if count else None, ()
         else:
-            request.prompt_read = Read("logprobs", tuple(range(len(request.prompt_ids) - 1)), (NEXT,), likeliest=count)
+            before = tuple(range(len(request.prompt_ids) - 1))
+            request.prompt_read = Read("logprobs", before, (NEXT,), likeliest=count, ranks=True)
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
         self.check_pool(len(ids), f"a sequence of {len(ids)} tokens")

@@ -63,6 +63,7 @@ class Request:
     prompt_read: Read | None = None  # what to read of the prompt in addition to sampling; None once it is read
     prompt_logprobs: tuple[float, ...] | None = None
     prompt_tops: tuple[Likely, ...] | None = None
+    prompt_ranks: tuple[int, ...] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     open: set[int] = field(default_factory=lambda: {0})  # indices of samples (0: the score) not yet delivered
     whole: bool = False  # only finished samples are reported, no partial updates
@@ -197,4 +198,6 @@ class Sequence:
             prompt_logprobs=self.request.prompt_logprobs,
             prompt_top_logprobs=self.request.prompt_tops,
             experts=self.experts,
+            stop=self.stream.stop if self.stream is not None and self.finish == "stop" else "",
+            prompt_ranks=self.request.prompt_ranks,
         )

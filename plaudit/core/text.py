@@ -16,10 +16,12 @@ class TextStream:
     """The text of one sample, in pieces. Text is withheld while its last character is incomplete, and while its end
     could be the beginning of a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], minimum: int) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str], minimum: int, include: bool = False) -> None:
+        """include   the text ends behind a stop string, not before it"""
         self._tokenizer = tokenizer
         self._stops = stops
         self._minimum = minimum
+        self._include = include
         self.rewind(())
 
     def rewind(self, tokens: Sequence[int]) -> None:
@@ -28,12 +30,13 @@ class TextStream:
         self._settled = 0  # tokens whose text is in `text`
         self._context = 0  # the token from which decoding starts, so that leading spaces are those of the whole text
         self.text = ""
-        self.stopped = False
+        self.stop = ""
+        """The stop string that ended the text."""
         for token in tokens:
             self.push(token)
 
     def push(self, token: int) -> bool:
-        """Add a token. True if a stop string is now complete; the text then ends before it."""
+        """Add a token. True if a stop string is now complete; the text then ends there."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._settled])
         now = self._decode(self._tokens[self._context :])
@@ -45,23 +48,26 @@ class TextStream:
         return len(self._tokens) > self._minimum and self._find_stop(start)
 
     def _find_stop(self, start: int) -> bool:
-        starts = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
-        if starts:
-            self.text = self.text[: min(starts)]
-            self.stopped = True
-        return self.stopped
+        """Of several stop strings in the text of one token the one that ends first counts."""
+        places = [(stop, self.text.find(stop, max(0, start - len(stop) + 1))) for stop in self._stops]
+        found = [(at + len(stop), stop) for stop, at in places if at >= 0]
+        if not found:
+            return False
+        end, self.stop = min(found, key=lambda each: each[0])
+        self.text = self.text[: end if self._include else end - len(self.stop)]
+        return True
 
     def piece(self, reported: int, *, last: bool) -> str:
         """The text after the first `reported` characters, as far as it can no longer change."""
         end = len(self.text)
-        if not last:
+        if not last and not self._include:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
         return self.text[reported:end]
 
     def finish(self, reported: int) -> str:
         """The whole text, whose first `reported` characters are already sent; an incomplete last character stays as it
         decodes."""
-        if not self.stopped:
+        if not self.stop:
             whole = self._decode(self._tokens)
             self.text = whole if whole.startswith(self.text[:reported]) else self.text
         return self.text

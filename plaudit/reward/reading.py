@@ -204,10 +204,14 @@ class Intake:
         return tokens
 
     def templated(
-        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The messages rendered with the model's chat template and its variables."""
-        return self._rendered(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self._rendered(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            variables=variables,
+        )  # fmt: skip
 
     def _rendered(self, messages: Sequence[Message], **rendering: Any) -> list[int]:
         if not self.tokenizer.chat_template:

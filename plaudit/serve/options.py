@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from plaudit.config.reward import reward_by_kind
-from plaudit.config.serve import ServeTable, parse_serve, read_serve
+from plaudit.config.serve import NAME, ServeTable, parse_serve, read_serve
 from plaudit.errors import ConfigError
 from plaudit.reward.directory import complete, only_predicts
 
@@ -64,9 +65,10 @@ def loading(table: ServeTable) -> str:
 
 def _named(option: str) -> tuple[str, str]:
     name, equals, path = option.partition("=")
-    if equals and name and path and "/" not in name:
-        return name, path
     directory = Path(option)
+    # A name may have slashes, and the path of a directory an equals sign.
+    if equals and name and path and ("/" not in name or (re.fullmatch(NAME, name) and not directory.exists())):
+        return name, path
     # runs/x and runs/x/final are both the model x.
     return (directory.parent.name if directory.name == "final" else directory.name) or option, option
 

@@ -101,12 +101,13 @@ class ScoringService:
 
     async def read(
         self, request: Request, served: ServedModel, works: Sequence[Work | GenerateJob], *, priority: int = 0,
-        path: bool = False,
+        path: bool = False, salt: str | None = None,
     ) -> tuple[str, list[Answer]]:  # fmt: skip
-        """Returns the version, and for each work the model's rows, the continuation, or an ItemError."""
+        """Returns the version, and for each work the model's rows, the continuation, or an ItemError. Requests with
+        different salts share nothing that is cached."""
         self.check_count(len(works))
         request.model = served.name
-        version, answers = await served.read(works, self._context(request, priority, True, path))
+        version, answers = await served.read(works, self._context(request, priority, True, path, salt))
         request.tokens += sum(len(work.tokens) for work in works)
         self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request)
         return version, answers
@@ -130,8 +131,12 @@ class ScoringService:
                 422, "too_many_items", f"{count} inputs in one request; the limit is {self.most_items}; split it"
             )
 
-    def _context(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
+    def _context(
+        self, request: Request, priority: int, cache: bool, path: bool, own: str | None = None
+    ) -> RequestContext:
         salt = request.tenant if self._salted else ""
+        if own is not None:
+            salt = f"{salt}\n{own}"  # no name of a key has a line break
         return RequestContext(request.tenant, request.id, request.deadline, priority, cache, salt, path)
 
     def drop(self, request: Request, served: ServedModel, error: ItemError) -> None:

@@ -62,3 +62,5 @@ def test_huggingface_hub(server: ServerProcess, answers: Chains) -> None:
     assert [row[0]["score"] for row in result["activated"]] == pytest.approx(probabilities, abs=5e-5)
     assert result["asynchronous"] == pytest.approx(probabilities, abs=5e-5)
     assert result["refused"] == 413
+    assert result["below"] == pytest.approx(answers.scores, abs=5e-5)
+    assert result["others"] == [422] * 4, "another task never gets a classification"

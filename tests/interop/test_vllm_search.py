@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -192,3 +193,59 @@ def test_path_too_long_for_the_server_is_an_error_of_that_path_only(url: str, tm
         searched(remote(url, "best-of-n", **{**flags, "data.limit": 1}))
     with pytest.raises(RequestRefused, match="it answered 404"):
         searched(remote(url, "best-of-n", **{"engine.model": "nobody"}))
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "stop string": {"stop": [";"]},
+    "kept stop string": {"stop": ";", "include_stop_str_in_output": True},
+    "first of two": {"stop": ["+4", "15;"], "include_stop_str_in_output": True},
+    "stop token": {"stop_token_ids": [16]},
+    "kept stop token": {"stop_token_ids": [16], "include_stop_str_in_output": True},
+    "end token": {},
+    "length": {"max_tokens": 3},
+    "token ids": {"return_token_ids": True, "logprobs": 1, "return_tokens_as_token_ids": True},
+    "echo": {"echo": True, "logprobs": 1, "max_tokens": 4},
+    "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
+    "echo of tokens": {"prompt": [1, 11, 14, 12, 15], "echo": True, "logprobs": 2, "max_tokens": 1},
+    "prompt's ranks": {"prompt_logprobs": 1, "max_tokens": 2},
+    "prompt's own ranks": {"prompt_logprobs": 0, "max_tokens": 2},
+    "continued": {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
+    "no opening": {"add_generation_prompt": False, "return_token_ids": True},
+}
+CHATS = ("continued", "no opening", "kept stop string", "token ids", "prompt's ranks", "end token")
+FREE = ("id", "created", "model", "system_fingerprint", "usage")
+
+
+def alike(theirs: Any, ours: Any, at: str) -> None:
+    """The same values for all that vLLM sets; our reply leaves out what it would have as null."""
+    if isinstance(theirs, dict):
+        for name in theirs.keys() - set(FREE):
+            if theirs[name] not in (None, []):
+                assert name in ours, f"{at}.{name}"
+                alike(theirs[name], ours[name], f"{at}.{name}")
+            else:
+                assert not ours.get(name), f"{at}.{name}"
+    elif isinstance(theirs, list):
+        assert len(theirs) == len(ours), at
+        for place, (each, other) in enumerate(zip(theirs, ours, strict=True)):
+            alike(each, other, f"{at}.{place}")
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=1e-3), at
+    else:
+        assert ours == theirs, at
+
+
+def test_replies_have_vllms_token_ids_stop_reasons_and_ranks(url: str) -> None:
+    messages = [{"role": "user", "content": "7+8+4="}, {"role": "assistant", "content": "7+8=1"}]
+    with ServerProcess(None, "--model", f"{MODEL}=sums-policy") as server, httpx.Client(timeout=120) as http:
+        for name, options in ASKED.items():
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                chat = path.endswith("chat/completions")
+                if (chat and name not in CHATS) or (not chat and name in ("continued", "no opening")):
+                    continue
+                form: dict[str, Any] = {"messages": messages if name == "continued" else messages[:1]}
+                body = {"model": MODEL, "temperature": 0, "max_tokens": 24, **(form if chat else {"prompt": "7+8+4="})}
+                body |= {**options, **({"logprobs": True} if chat and "logprobs" in options else {})}
+                theirs, ours = (http.post(f"{base}{path}", json=body) for base in (url, server.url))
+                assert theirs.status_code == ours.status_code == 200, (name, theirs.text, ours.text)
+                alike(theirs.json(), ours.json(), f"{name} {path}")

@@ -48,6 +48,8 @@ def _inputs(path: str) -> list[Case]:
         "messages, generation prompt": {"messages": CHAT[:1], "add_generation_prompt": True, "use_activation": False},
         "messages, system": {"messages": [{"role": "system", "content": "Be kind."}, *CHAT], "use_activation": False},
         "messages, text parts": {"messages": PARTS, "use_activation": False},
+        "template variables": {"messages": CHAT, "chat_template_kwargs": {"a": 1}, "use_activation": False},
+        "continued": {"messages": CHAT, "continue_final_message": True, "use_activation": False},
         "cut": {"input": LONG, "truncate_prompt_tokens": 10, "use_activation": False},
         "cut to the model": {"input": LONG, "truncate_prompt_tokens": -1, "use_activation": False},
         "cut right": {
@@ -205,8 +207,7 @@ def _differences(path: str) -> list[Case]:
     guarded = [{"role": "user", "content": "a<|eot_id|>b"}]
     bodies: list[tuple[str, Any, str]] = [
         ("control strings in a message", {"messages": guarded}, "content cannot pose as a control token here"),
-        ("template options", {"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "not supported, and said so"),
-        ("continuation", {"messages": CHAT, "continue_final_message": True}, "not supported, and said so"),
+        ("misspelt", {"input": TEXT, "use_activaton": False}, "a field without an effect is refused by name"),
         ("tokens added to messages", {"messages": CHAT, "add_special_tokens": True}, "not supported, and said so"),
         ("unknown role", {"messages": [{"role": "narrator", "content": "x"}]}, "a role reaches the template unguarded"),
         ("activation as text", {"input": TEXT, "use_activation": "true"}, "JSON has booleans"),

@@ -163,6 +163,25 @@ def test_completions_follow_their_response_format(server: ServerProcess) -> None
         assert 0 <= json.loads(choice["message"]["content"])["n"] <= 99
     text = post(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
     assert re.fullmatch("[ab]{3}c", text)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    choices = ["a b", "1+<2>\n"]
+    for options, matches in (
+        ({"regex": "[ab]{3}c"}, lambda text: re.fullmatch("[ab]{3}c", text)),
+        ({"choice": choices, "disable_any_whitespace": False}, choices.__contains__),
+        ({"json": schema, "regex": None}, lambda text: json.loads(text)["n"] in (1, 2)),
+        ({"json": json.dumps(schema)}, lambda text: json.loads(text)["n"] in (1, 2)),
+    ):
+        body = {"prompt": "x", "max_tokens": 60, "structured_outputs": options}
+        assert matches(post(server, "/v1/completions", **body)["choices"][0]["text"]), options
+    for options in (
+        {}, {"grammar": "root ::= a"}, {"structural_tag": "{}"}, {"regex": "a", "choice": ["a"]}, {"choice": []},
+        {"choice": [1]}, {"regex": "a", "whitespace_pattern": " "}, {"nonsense": 1}, {"json": 5},
+    ):  # fmt: skip
+        body = {"model": "judge", "prompt": "x", "structured_outputs": options}
+        reply = server.http.post("/v1/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs"), options
+    both = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    assert server.http.post("/v1/completions", json={"model": "judge", "prompt": "x", **both}).status_code == 400
     refused = server.http.post("/v1/completions", json={"model": "judge", "prompt": "x", "guided_regex": "(["})
     assert refused.status_code == 400
     assert "regex cannot be used as a constraint" in refused.json()["error"]["message"]

@@ -162,6 +162,16 @@ class Decoder:
         parts = [top_logprobs(self.logits(rows[at : at + step]), count) for at in range(0, len(rows), step)]
         return torch.cat([torch.cat([ids.to(values.dtype), values], dim=1) for ids, values in parts])
 
+    def ranks(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """(W, 1): how many tokens of the vocabulary are at least as likely as each row's target; 1: none but itself."""
+        step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
+        parts = []
+        for start in range(0, len(rows), step):
+            logits = self.logits(rows[start : start + step])
+            chosen = logits.gather(1, targets[start : start + step, None])
+            parts.append((logits >= chosen).sum(dim=1, keepdim=True).to(logits.dtype))
+        return torch.cat(parts)
+
     def _vocabulary_head(self) -> nn.Linear:
         if self.kind != "causal":
             raise RequestError(f"{self.name} has no vocabulary head: it can score but not generate")

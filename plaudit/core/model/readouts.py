@@ -23,6 +23,7 @@ class Read:
     columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
     hidden      whether the hidden row itself is appended to the values
     likeliest   for log-probs: how many of the most likely tokens are appended, as ids and then as log-probs
+    ranks       for log-probs: whether the rank in the vocabulary of the token that follows is appended, before those
     """
 
     what: Literal["head", "columns", "logprobs"]
@@ -30,6 +31,7 @@ class Read:
     columns: tuple[int, ...] = ()
     hidden: bool = False
     likeliest: int = 0
+    ranks: bool = False
 
     @property
     def first_position(self) -> int:
@@ -76,11 +78,11 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
     """Read each sequence's rows, which are concatenated in `rows`. Sequences with equal requests share one product."""
     offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
     parts: list[tuple[list[int], Tensor]] = []
-    wants: dict[tuple[str, tuple[int, ...], bool, int], list[int]] = {}
+    wants: dict[tuple[str, tuple[int, ...], bool, int, bool], list[int]] = {}
     for i, reading in enumerate(readings):
         read = reading.read
-        wants.setdefault((read.what, read.columns, read.hidden, read.likeliest), []).append(i)
-    for (what, columns, hidden, likeliest), members in wants.items():
+        wants.setdefault((read.what, read.columns, read.hidden, read.likeliest, read.ranks), []).append(i)
+    for (what, columns, hidden, likeliest, ranks), members in wants.items():
         if len(wants) == 1:
             chosen = rows
         else:
@@ -89,6 +91,9 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
         if len(chosen) == 0:
             continue
         values = _values(decoder, chosen, what, columns, [readings[i] for i in members])
+        if ranks:
+            following = send(np.array(_following([readings[i] for i in members])), rows.device)
+            values = torch.cat([values, decoder.ranks(chosen, following)], dim=1)
         if likeliest:
             values = torch.cat([values, decoder.likeliest(chosen, likeliest)], dim=1)
         if hidden:
@@ -115,5 +120,10 @@ def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...],
         return decoder.columns(rows, columns)
     targets = np.empty((len(rows), len(columns)), dtype=np.int64)
     for i, column in enumerate(columns):
-        targets[:, i] = [r.tokens[p + 1] for r in readings for p in r.positions] if column == NEXT else column
+        targets[:, i] = _following(readings) if column == NEXT else column
     return decoder.logprobs(rows, send(targets, rows.device))
+
+
+def _following(readings: Sequence[Reading]) -> list[int]:
+    """The token behind each position."""
+    return [r.tokens[p + 1] for r in readings for p in r.positions]

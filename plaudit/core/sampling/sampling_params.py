@@ -13,6 +13,7 @@ from plaudit.errors import RequestError
 CORE_ONLY = {
     "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "allowed_token_ids": None,
     "bad_words_ids": (), "json_schema": None, "regex": None, "top_logprobs": 0, "prompt_logprobs": None,
+    "include_stop": False,
 }  # fmt: skip
 COLDEST = 1e-30  # below this temperature logits overflow float32
 
@@ -25,6 +26,7 @@ class SamplingParams:
     temperature     0 takes the most likely token, whose log-prob under the sampled distribution is then 0
     top_k, top_p, min_p   applied after the temperature, in this order; 0, 1 and 0 disable them
     stop            strings that end the text; the text ends before them, their tokens are kept
+    include_stop    the text ends behind the stop string, and includes the text of a stop token
     stop_token_ids  tokens that end the sample, in addition to the model's end-of-sequence tokens; they are kept
     max_tokens      None: as many as the model has positions for
     min_tokens      no end-of-sequence or stop token before this many; stop strings are ignored before it too
@@ -66,6 +68,7 @@ class SamplingParams:
     priority: int = 0
     deadline: float | None = None
     salt: str = ""
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts(self.stop))

@@ -61,7 +61,7 @@ class RemotePolicy:
             "prompt": tokens if _named(request.response_ids) else text,
             "n": self._draws(request), "max_tokens": self._tokens_left(request),
             "temperature": self._temperature(request), "top_p": 1.0 if request.greedy else self.steps.top_p,
-            "stop": [self.steps.stop], "seed": request.seed % 2**31,
+            "stop": [self.steps.stop], "seed": request.seed,
             "logprobs": 0, "include_stop_str_in_output": True, "return_token_ids": True,
         }  # fmt: skip
         if self.table.model is not None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from plaudit.config.search import SearchRecipe, SearchServiceTable, parse_search
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.message import HttpError
@@ -20,6 +22,12 @@ RULE = (
 )  # fmt: skip
 STEPS = ("stop", "answer_after", "temperature", "top_p", "max_step_tokens", "max_tokens")
 BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
+# Fields of a chat that a search uses.
+SEARCHED = (
+    "model", "messages", "n", "seed", "stream", "stream_options", "temperature", "top_p", "max_tokens",
+    "max_completion_tokens", "tools", "tool_choice", "add_generation_prompt", "continue_final_message",
+    "chat_template_kwargs", "documents", "reasoning_effort",
+)  # fmt: skip
 LONGEST_MARK = 100  # characters
 MOST_SEEDS = 2**63
 
@@ -59,14 +67,14 @@ def read_search(fields: Mapping[str, Any]) -> SearchRequest:
 
 def read_searched_chat(fields: Mapping[str, Any]) -> SearchRequest:
     """Parses a chat completion with a search. Its sampling fields apply to the steps."""
-    chat = wire.read_chat(fields)
+    chat = wire.read_chat({name: value for name, value in fields.items() if name != "search"})
     if chat.n not in (None, 1):
         raise _wrong(f"n is {chat.n}, but a search returns one answer; remove n, search.width is the number of paths")
     if chat.stops:
         raise _wrong("stop is not supported in a search; search.steps.stop ends a step")
-    for name in ("logprobs", "top_k", "min_p", "min_tokens", "logit_bias", "stop_token_ids", "ignore_eos"):
-        if getattr(chat, name):
-            raise _wrong(f"{name} is not supported in a search; remove it")
+    for each in msgspec.structs.fields(chat):
+        if each.name not in SEARCHED and getattr(chat, each.name) not in (each.default, None, False, [], {}, 0):
+            raise _wrong(f"{each.name} is not supported in a search; remove it")
     options = dict(_object(fields, "search"))
     prm = _name(options, "prm")
     options.pop("prm", None)

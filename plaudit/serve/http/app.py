@@ -300,6 +300,8 @@ class App:
             if route.fields or len(place.routes) > 1:
                 await request.read_fields()
             request.route = place.choose(request)
+            if request.query and request.route.parameters is not None:
+                request.check_parameters(request.route.parameters)
             reply = await self._unless_gone(request.route, request, send)
         self.metrics.history.requests += 1
         self.metrics.history.latencies.append(time.perf_counter() - began)

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from plaudit.errors import one_line
+from plaudit.errors import nearest, one_line
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -230,9 +230,16 @@ class Request:
     def parameters(self) -> dict[str, str]:
         """Fields of the query string; the last value of each name."""
         try:
-            return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
+            return dict(parse_qsl(self.query.decode("latin-1"), keep_blank_values=True, max_num_fields=16))
         except ValueError:
             raise HttpError(400, "bad_query", "the query string has more than 16 fields") from None
+
+    def check_parameters(self, known: Collection[str]) -> None:
+        """Refuses a field of the query string that would have no effect."""
+        for name in self.parameters() if self.query else ():
+            if name not in known:
+                cure = nearest(name[:60], known) if known else "this path takes none: leave it out"
+                raise HttpError(422, "bad_query", f"the query string has an unknown field {name[:60]!r}; {cure}")
 
     def content_type(self) -> bytes:
         return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()
@@ -349,9 +356,14 @@ def _without_collector(read: Callable[..., T], *arguments: Any) -> T:
 def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
     """Converts the body's fields to a record; unknown fields are ignored."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(given(fields), kind)
     except msgspec.ValidationError as error:
         raise HttpError(status, "invalid_request", one_line(error, 200)) from None
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value: for an optional field null is the same as absent, as many clients send it."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _too_large(limit: int) -> HttpError:
@@ -404,6 +416,7 @@ class Route:
     errors    writes an error in this protocol's format
     fields    whether the handler reads the body as a JSON object
     claims    on a shared path: whether a body belongs to this protocol
+    parameters  names in the query string that work understands; others are refused; None: the handler checks them
     """
 
     method: str
@@ -416,6 +429,7 @@ class Route:
     errors: ErrorWriter = HttpError.reply
     claims: Claims | None = None
     fields: bool = False
+    parameters: tuple[str, ...] | None = ()
 
 
 class Endpoint:
@@ -438,7 +452,7 @@ class Endpoint:
     def choose(self, request: Request) -> Route:
         if len(self.routes) == 1:
             return self.last
-        fields = request.fields()
+        fields = given(request.fields())
         return next((r for r in self.routes if r.claims is not None and r.claims(fields)), self.last)
 
 

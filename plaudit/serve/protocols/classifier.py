@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     opening: bool = False
     """Whether the template appends the generation prompt of the assistant."""
+    continued: bool = False
+    """Whether the last message stays open, for more text of it."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt = Text | Chat | Sequence[int]
@@ -62,9 +65,12 @@ class Classifier:
 
     def find(self, name: str | None, kind: str | None = None) -> ServedModel:
         """Finds a model by name, alias or, as verl does, by the path it was loaded from; the first one if None."""
+        return self.scoring.find_model(self.name(name, kind), kind)
+
+    def name(self, name: str | None, kind: str | None = None) -> str:
         if not name:
             name = REWARD_MODEL if kind == "outcome" or REWARD_MODEL in self.scoring.aliases else PROCESS_MODEL
-        return self.scoring.find_model(self._paths.get(name, name), kind)
+        return self._paths.get(name, name)
 
     async def tokens(self, served: ServedModel, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
         self.scoring.check_count(len(prompts))
@@ -87,8 +93,9 @@ class Classifier:
             raise HttpError(400, error.type, str(error)) from error
 
     async def logits(
-        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
-    ) -> list[np.ndarray]:
+        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0,
+        salt: str | None = None,
+    ) -> list[np.ndarray]:  # fmt: skip
         """Class logits of each token list, (labels,)."""
         table = served.current.table
         mean = isinstance(table, OutcomeTable) and table.pool == "mean"
@@ -96,11 +103,12 @@ class Classifier:
             Work(t, tuple(range(len(t))) if mean else (len(t) - 1,), None, 0, False, types=getattr(t, "types", b""))
             for t in tokens
         ]
-        return [rows.mean(axis=0) for rows in await self._read(request, served, works, priority)]
+        return [rows.mean(axis=0) for rows in await self._read(request, served, works, priority, salt)]
 
     async def rows(
-        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
-    ) -> list[np.ndarray]:
+        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0,
+        salt: str | None = None,
+    ) -> list[np.ndarray]:  # fmt: skip
         """Outputs for each token, (tokens, labels); for a process model with a step tag (steps, labels or columns)."""
         reading = served.reading
         if isinstance(reading, EncoderReading):
@@ -116,15 +124,16 @@ class Classifier:
         # Without a step tag every token is read: too many to cache separately.
         steps = isinstance(reading, ProcessReading) and bool(reading.tag)
         sound = [work for work in works if work is not None]
-        remaining = iter(await self._read(request, served, sound, priority, path=steps))
+        remaining = iter(await self._read(request, served, sound, priority, salt, path=steps))
         return [np.zeros((0, 0), dtype=np.float32) if work is None else next(remaining) for work in works]
 
     async def _read(
-        self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, *, path: bool = False
-    ) -> list[np.ndarray]:
+        self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, salt: str | None, *,
+        path: bool = False,
+    ) -> list[np.ndarray]:  # fmt: skip
         reading = served.reading
         bias = np.float32(reading.bias) if isinstance(reading, OutcomeReading) and reading.table.bias else None
-        _, answers = await self.scoring.read(request, served, works, priority=priority, path=path)
+        _, answers = await self.scoring.read(request, served, works, priority=priority, path=path, salt=salt)
         rows = []
         for place, answer in enumerate(answers):
             if isinstance(answer, ItemError):
@@ -204,7 +213,12 @@ def full_tokens(reading: TextReading, prompt: Prompt, cut: Cut) -> list[int]:
     if isinstance(prompt, Text):
         return _encoded(reading.intake, prompt, cut)
     if isinstance(prompt, Chat):
-        ids = reading.intake.opening(prompt.messages) if prompt.opening else _conversation(reading, prompt.messages)
+        if prompt.continued or prompt.variables:
+            ids = reading.intake.templated(prompt.messages, prompt.opening, prompt.variables, prompt.continued)
+        elif prompt.opening:
+            ids = reading.intake.opening(prompt.messages)
+        else:
+            ids = _conversation(reading, prompt.messages)
     else:
         ids = list(prompt)
     return kept(ids, cut.most, cut.side)

@@ -65,6 +65,7 @@ class OpenRLHFRoutes(ProtocolRoutes):
     A client with several URLs sends empty lists to all but one and expects 200 for them. The protocol has no error for
     a single query: a failed query fails its request. Text that is too long is rejected, where the original silently
     truncates the end of the response; `/get_reward?truncate=left` (or `right`) enables truncation.
+    `?model=NAME` selects another model than `reward_model`.
 
     Models read the query. Rules, judges and blends read prompt and response: the query is split at the end of its
     prompt.
@@ -74,14 +75,15 @@ class OpenRLHFRoutes(ProtocolRoutes):
     fields = False
 
     def routes(self) -> list[Route]:
-        return [self.work("/get_reward", self.get_reward, "OpenRLHF: rewards of texts")]
+        summary = "OpenRLHF: rewards of texts"
+        return [self.work("/get_reward", self.get_reward, summary, parameters=("model", "truncate"))]
 
     async def get_reward(self, request: Request) -> Reply:
         parameters = request.parameters()
         queries = await request.aside(read_queries)
         truncate = read_truncate(parameters)
         self.scoring.check_count(len(queries.query))
-        served = self.scoring.find(REWARD_MODEL)
+        served = self.scoring.find(parameters.get("model", REWARD_MODEL))
         if isinstance(served, ServedModel) and served.kind != "judge":
             # The query is rendered completely: the tokenizer adds no special tokens.
             rows = sound(await served.tokenise(queries.query, special=False), "query")
@@ -101,19 +103,21 @@ class SlimeRoutes(ProtocolRoutes):
 
     With `?rendered=true` prompt and response are one rendered text, as `--apply-chat-template` produces: control
     strings in them are control tokens. Without it they are plain text, and a prompt that begins with a control token
-    is rejected, because its score would be that of another text.
+    is rejected, because its score would be that of another text. `?model=NAME` selects another model than
+    `reward_model`.
     """
 
     name = "slime"
     fields = False
 
     def routes(self) -> list[Route]:
-        return [self.work("/remote_rm", self.remote_rm, "slime: reward of a response")]
+        names = ("model", "truncate", "rendered", "key")
+        return [self.work("/remote_rm", self.remote_rm, "slime: reward of a response", parameters=names)]
 
     async def remote_rm(self, request: Request) -> Reply:
         parameters = request.parameters()
         sample = await request.aside(read_sample)
-        served = self.scoring.find(REWARD_MODEL)
+        served = self.scoring.find(parameters.get("model", REWARD_MODEL))
         if "rendered" not in parameters and isinstance(served, ServedModel):
             refuse_rendered(sample.prompt, served)
         item = sample.item(parameters.get("rendered", "false"), read_truncate(parameters))

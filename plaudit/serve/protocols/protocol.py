@@ -44,9 +44,12 @@ class ProtocolRoutes(ABC):
         return Route(method, path, access, handler, self.name, False, summary, self.errors)
 
     def work(
-        self, path: str, handler: Handler, summary: str, claims: Claims | None = None, method: str = "POST"
-    ) -> Route:
-        return Route(method, path, "key", handler, self.name, True, summary, self.errors, claims, self.fields)
+        self, path: str, handler: Handler, summary: str, claims: Claims | None = None, method: str = "POST",
+        parameters: tuple[str, ...] = (),
+    ) -> Route:  # fmt: skip
+        return Route(
+            method, path, "key", handler, self.name, True, summary, self.errors, claims, self.fields, parameters
+        )
 
 
 def sound(rows: Sequence[list[int] | ItemError], what: str, status: int = 422) -> list[list[int]]:

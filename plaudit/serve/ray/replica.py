@@ -170,7 +170,7 @@ def _results(answers: list[tuple[int, Answer | None]], deployment: Deployment) -
         pieces=[
             frames.TextPiece(
                 id, index, 0, sample.tokens, sample.logprobs, 0, sample.text, sample.finish, sample.top, sample.prompt,
-                sample.prompt_top,
+                sample.prompt_top, sample.prompt_ranks, sample.stop,
             )
             for id, answer in answers if isinstance(answer, list)
             for index, sample in enumerate(answer)

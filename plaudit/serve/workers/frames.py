@@ -79,6 +79,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     regex: str | None = None
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    include_stop: bool = False
 
 
 class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
@@ -109,6 +110,8 @@ class TextPiece(msgspec.Struct, array_like=True):
         None  # log-probs of the prompt and its likeliest tokens, in a sample sent as a whole
     )
     prompt_top: tuple[Likely, ...] | None = None
+    prompt_ranks: tuple[int, ...] | None = None
+    stop: str = ""  # the stop string that ended the text
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):

@@ -42,6 +42,8 @@ class Continuation:
     top: list[Likely] = field(default_factory=list)
     prompt: tuple[float, ...] | None = None
     prompt_top: tuple[Likely, ...] | None = None
+    prompt_ranks: tuple[int, ...] | None = None
+    stop: str = ""
 
     def add(self, piece: frames.TextPiece) -> frames.TextPiece | None:
         """The new part of a piece; None if it contradicts earlier pieces."""
@@ -51,9 +53,11 @@ class Continuation:
         new = frames.TextPiece(
             piece.id, piece.index, len(self.tokens), piece.tokens[known:], piece.logprobs[known:], len(self.text),
             piece.text[len(self.text) - piece.begin :], "" if self.finish else piece.finish, piece.top[known:],
+            stop=piece.stop,
         )  # fmt: skip
         self.top += new.top
-        self.prompt, self.prompt_top = piece.prompt, piece.prompt_top
+        self.prompt, self.prompt_top, self.prompt_ranks = piece.prompt, piece.prompt_top, piece.prompt_ranks
+        self.stop = piece.stop or self.stop
         self.tokens += new.tokens
         self.logprobs += new.logprobs
         self.text += new.text

@@ -269,11 +269,13 @@ def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
         request.reported[index] = (at + len(update.token_ids), begin + len(update.text))
         finish = "" if sample is None else sample.finish_reason
         new = (at, list(update.token_ids), list(update.raw_logprobs), begin, update.text, finish)
-        return [frames.TextPiece(request.id, index, *new, top=list(update.top_logprobs))]
+        stop = "" if sample is None else sample.stop
+        return [frames.TextPiece(request.id, index, *new, top=list(update.top_logprobs), stop=stop)]
     if sample is not None:
         rows = (0, list(sample.token_ids), list(sample.raw_logprobs), 0, sample.text, sample.finish_reason)
-        piece = frames.TextPiece(request.id, index, *rows, top=list(sample.top_logprobs or ()))
+        piece = frames.TextPiece(request.id, index, *rows, top=list(sample.top_logprobs or ()), stop=sample.stop)
         piece.prompt, piece.prompt_top = sample.prompt_logprobs, sample.prompt_top_logprobs
+        piece.prompt_ranks = sample.prompt_ranks
         request.whole.append(piece)
     return []
 

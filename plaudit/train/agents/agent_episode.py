@@ -97,7 +97,7 @@ class AgentTurn:
         at, begin = self._streamed
         self._tell(
             list(sample.token_ids[at:]), list(sample.raw_logprobs[at:]), sample.text[begin:], sample.finish_reason,
-            list((sample.top_logprobs or ())[at:]),
+            list((sample.top_logprobs or ())[at:]), sample.stop,
         )  # fmt: skip
 
     @property
@@ -105,9 +105,11 @@ class AgentTurn:
         """The numbers of tokens and characters sent so far."""
         return sum(len(piece.tokens) for piece in self.pieces), sum(len(piece.text) for piece in self.pieces)
 
-    def _tell(self, tokens: list[int], logprobs: list[float], text: str, finish: str, top: list[Likely]) -> None:
+    def _tell(
+        self, tokens: list[int], logprobs: list[float], text: str, finish: str, top: list[Likely], stop: str = ""
+    ) -> None:
         at, begin = self._streamed
-        self.pieces.append(TextPiece(0, 0, at, tokens, logprobs, begin, text, finish, top))
+        self.pieces.append(TextPiece(0, 0, at, tokens, logprobs, begin, text, finish, top, stop=stop))
         for listener in self.listeners:
             listener(self.pieces[-1])
 

@@ -53,7 +53,8 @@ RESHAPING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 NEVER: dict[str, tuple[Any, ...]] = {
     "n": (1,), "prompt_logprobs": (), "stop_token_ids": ([],), "min_tokens": (0,), "ignore_eos": (False,),
-    "allowed_token_ids": (), "add_generation_prompt": (True,),
+    "allowed_token_ids": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
 }  # fmt: skip
 
 
@@ -210,10 +211,9 @@ class PolicyEndpoint:
             context[:] = turn.context
             return [[_continuation(sample)]]
 
-        head = reply_head(request, chat=True, model=MODEL, version=MODEL)
-        return await reply(
-            request, PreparedRequest(parsed, [GenerateJob(context, form)], head, self.tokenizer, compute)
-        )
+        head = reply_head(request, parsed, model=MODEL, version=MODEL)
+        job = GenerateJob(context, form)
+        return await reply(request, PreparedRequest(parsed, [job], head, self.tokenizer, (), compute))
 
     async def _answered(self, episode: AgentEpisode, turn: AgentTurn) -> Sample:
         """The answer of a turn. Without waiting clients it is cancelled: a client that repeats it starts it again."""
@@ -301,5 +301,5 @@ def _over() -> HttpError:
 def _continuation(sample: Sample) -> Continuation:
     return Continuation(
         list(sample.token_ids), list(sample.raw_logprobs), sample.text, sample.finish_reason,
-        list(sample.top_logprobs or ()),
+        list(sample.top_logprobs or ()), stop=sample.stop,
     )  # fmt: skip

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 _FIELDS = [field.name for field in fields(Sample)]
-_MAY_LACK = ("tempered_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "experts")  # as older do
+_MAY_LACK = (
+    "tempered_logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "prompt_top_logprobs",
+    "experts",
+    "prompt_ranks",
+)  # as older do
 
 
 class DumpEnded(RunError):
@@ -125,7 +132,7 @@ def as_plain(sample: Sample) -> dict[str, Any]:
 
 def from_plain(tree: dict[str, Any]) -> Sample:
     """Restore a sample; unknown keys are ignored."""
-    tree = {**dict.fromkeys(_MAY_LACK), **tree}
+    tree = {**dict.fromkeys(_MAY_LACK), "stop": "", **tree}
     kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
     if kept["error"] is not None:
         kept["error"] = ItemError(**kept["error"])

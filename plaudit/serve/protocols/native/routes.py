@@ -38,7 +38,7 @@ class NativeRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS),
+            Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS, parameters=None),
             Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Replace a model by another directory"),
             Route("GET", "/admin/swaps", "admin", self.swaps, summary="Canaries, and swaps started with wait false"),
@@ -68,6 +68,7 @@ class NativeRoutes:
         if kind == native.BINARY:
             parsed = native.read_binary(request.content, request.query, self.scoring.most_items)
         elif kind == b"application/json":
+            request.check_parameters(())
             parsed = await request.aside(native.read_json, self.scoring.most_items)
         else:
             content_type, binary = kind[:60].decode("latin-1"), native.BINARY.decode()

@@ -64,10 +64,10 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True):
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
     items: list[msgspec.Raw]
     model: str | None = None
-    steps: bool = False
+    steps: bool | None = None
     truncate: Literal["left", "right"] | None = None
-    priority: int = 0
-    cache: bool = True
+    priority: int | None = None
+    cache: bool | None = None
 
 
 NO_TEXT = b"\xff"  # never occurs in UTF-8
@@ -98,16 +98,15 @@ def read_json(body: bytes, most_items: int) -> RewardRequest:
         raise HttpError(422, "invalid_request", one_line(error, 200)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
-    if not -PRIORITIES <= request.priority <= PRIORITIES:
-        raise HttpError(
-            422, "invalid_request", f"priority is {request.priority}; expected {-PRIORITIES} to {PRIORITIES}"
-        )
+    priority = request.priority or 0
+    if not -PRIORITIES <= priority <= PRIORITIES:
+        raise HttpError(422, "invalid_request", f"priority is {priority}; expected {-PRIORITIES} to {PRIORITIES}")
     if not request.items:
         raise HttpError(422, "no_items", "items is empty; send at least one")
     _check_count(len(request.items), most_items)
     groups = [_group(raw, request.truncate) for raw in request.items]
     _check_count(sum(1 if isinstance(group, str) else len(group) for group in groups), most_items)
-    return RewardRequest(request.model, groups, request.steps, request.priority, request.cache)
+    return RewardRequest(request.model, groups, bool(request.steps), priority, request.cache is not False)
 
 
 def _decoded(body: bytes, most_items: int) -> _Body:

@@ -42,29 +42,35 @@ class OpenAIRoutes(ProtocolRoutes):
         parsed = wire.read_completion(request.fields())
         served, intake = find_writer(self.scoring, parsed.model)
         self.scoring.check_count(len(parsed.prompt) * (parsed.n or 1))
-        texts = iter(await served.tokenise([each for each in parsed.prompt if isinstance(each, str)], special=True))
+        given = [each for each in parsed.prompt if isinstance(each, str)]
+        texts = iter(await served.tokenise(given, special=parsed.add_special_tokens))
         rows = [next(texts) if isinstance(each, str) else _checked(intake, each) for each in parsed.prompt]
         for place, row in enumerate(rows):
             if isinstance(row, ItemError) or not row:
                 problem = row.message if isinstance(row, ItemError) else "it has no tokens; expected at least one"
                 raise FieldError(f"prompt {place}: {problem}", "prompt", getattr(row, "type", "empty"))
         tokens = [row for row in rows if isinstance(row, list)]
-        return await reply(request, self._prepare(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT))
+        most = wire.SHORT if parsed.max_tokens is None else max(1, parsed.max_tokens)
+        decode = intake.tokenizer.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in parsed.prompt] if parsed.echo else ()
+        return await reply(request, self._prepare(request, parsed, served, tokens, most, echoes))
 
     def _prepare(
         self, request: Request, parsed: wire.ChatRequest | wire.CompletionRequest, served: ServedModel,
-        prompts: Sequence[list[int]], most: int,
+        prompts: Sequence[list[int]], most: int, echoes: Sequence[str] = (),
     ) -> PreparedRequest:  # fmt: skip
         chat, limit = isinstance(parsed, wire.ChatRequest), served.intake().limit
         for tokens in prompts:
             check_room(len(tokens), most, limit, "messages" if chat else "prompt")
-        head = reply_head(request, chat=chat, model=served.name, version=served.deployment.version)
+        head = reply_head(request, parsed, model=served.name, version=served.deployment.version)
         sampling, tokenizer = parsed.sampling(most), served.intake().tokenizer
+        priority, salt = parsed.queue_priority, parsed.cache_salt
 
         async def compute(jobs: Sequence[GenerateJob]) -> list[Answer]:
-            return (await self.scoring.read(request, served, jobs))[1]
+            return (await self.scoring.read(request, served, jobs, priority=priority, salt=salt))[1]
 
-        return PreparedRequest(parsed, [GenerateJob(tokens, sampling) for tokens in prompts], head, tokenizer, compute)
+        jobs = [GenerateJob(tokens, sampling) for tokens in prompts]
+        return PreparedRequest(parsed, jobs, head, tokenizer, echoes, compute)
 
 
 def find_writer(scoring: ScoringService, name: str | None) -> tuple[ServedModel, Intake]:
@@ -104,7 +110,8 @@ def check_room(prompt: int, most: int, limit: int, what: str) -> None:
 def _templated(intake: Intake, parsed: wire.ChatRequest) -> list[int]:
     try:
         intake.refuse_huge(Item(messages=tuple(parsed.messages)))
-        return intake.templated(parsed.messages, parsed.add_generation_prompt, parsed.variables)
+        parsed.check_template(str(intake.tokenizer.chat_template))
+        return intake.templated(parsed.messages, parsed.opening, parsed.variables, parsed.continue_final_message)
     except Refused as error:
         raise FieldError(str(error), "messages", error.type) from None
 

@@ -1,11 +1,12 @@
-"""OpenAI's chat completions and completions, with vLLM's additional sampling options.
+"""OpenAI's chat completions and completions, with vLLM's additional options.
 
-Fields without effect here (`user`, `metadata`, `store`) are ignored. Fields that would change the text but are not
-supported are rejected by name, unless they have their neutral value.
+A field that would have no effect is refused by name, unless it has a value that changes nothing. A few fields change
+nothing in any reply (`user`, `metadata`, `store`): they are ignored.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -13,8 +14,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from plaudit.serve.http.message import HttpError, Reply
-from plaudit.serve.protocols.vllm.wire import FieldError, blamed, conversation, shown
+from plaudit.serve.http.message import HttpError, Reply, given
+from plaudit.serve.protocols.vllm.wire import (
+    ANY,
+    MOST_PRIORITY,
+    FieldError,
+    Neutral,
+    admitted,
+    check_variables,
+    conversation,
+    shown,
+)
 from plaudit.serve.workers.frames import Sampling
 
 MOST_SAMPLES = 128
@@ -23,15 +33,35 @@ MOST_LIKELY = 20
 MOST = 2**31 - 1
 SHORT = 16  # default max_tokens of a completion, as in OpenAI's API
 CODES = {"unknown_model": "model_not_found", "too_long": "context_length_exceeded", "unauthorised": "invalid_api_key"}
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # unsupported fields and their neutral values
-    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
-    "modalities": (["text"],), "prediction": (), "web_search_options": (), "use_beam_search": (False,),
-    "length_penalty": (1,), "structured_outputs": (), "guided_choice": (), "guided_grammar": (),
-    "chat_template": (), "continue_final_message": (False,),
-    "tool_choice": ("none", "auto"), "add_special_tokens": (True,), "bad_words": ([],),
-    "truncate_prompt_tokens": (),
+# Fields that are not supported, and the values with which they change nothing.
+NEUTRAL: Neutral = {
+    **dict.fromkeys(
+        (
+            "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention", "session_id", "stream_interval", "spaces_between_special_tokens", "mm_payload",
+            "return_mm_kwargs", "return_token_offsets", "routed_experts_prompt_start",
+        ), ANY,
+    ),
+    "use_beam_search": (False,), "length_penalty": (1,), "bad_words": ([],), "skip_special_tokens": (True,),
+    "detokenize": (True,), "watermarking": (False,), "thinking_token_budget": (-1,), "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},), "vllm_xargs": ({},), "kv_transfer_params": ({},), "ec_transfer_params": ({},),
 }  # fmt: skip
-RESERVED = ("messages", "tools", "add_generation_prompt")
+NEUTRAL_CHAT: Neutral = {
+    **NEUTRAL, "echo": (False,), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "parallel_tool_calls": (True,), "include_reasoning": (True,), "add_special_tokens": (False,), "audio": (),
+    "verbosity": ("medium",), "return_prompt_text": (False,), "return_assistant_tokens_mask": (False,),
+}  # fmt: skip
+NEUTRAL_COMPLETION: Neutral = {**NEUTRAL, "suffix": ("",)}
+# Constraints of `structured_outputs`, of which a request has one, and its options with the values that change nothing.
+CONSTRAINTS = ("json", "regex", "choice", "json_object")
+UNCONSTRAINED: dict[str, tuple[Any, ...]] = {
+    "disable_any_whitespace": (False,), "disable_additional_properties": (False,), "whitespace_pattern": (),
+    "json_object": (False,),
+}  # fmt: skip
+FORMS = {
+    "json": "a JSON schema", "regex": "a regular expression", "choice": "a list of texts, not empty",
+    "json_object": "true",
+}  # fmt: skip
 T = TypeVar("T", bound="GenerationRequest")
 
 
@@ -57,6 +87,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -88,15 +125,39 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repetition_penalty or 1.0, presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            json_schema=self._schema(), regex=self.guided_regex, top_logprobs=self.top or 0,
-            prompt_logprobs=self.prompt_logprobs,
+            **self._constraint(), top_logprobs=self.top or 0, prompt_logprobs=self.prompt_top,
+            include_stop=self.include_stop_str_in_output,
         )  # fmt: skip
 
-    def _schema(self) -> str | None:
-        """The JSON schema of OpenAI's `response_format`, or of vLLM's `guided_json`."""
+    @property
+    def prompt_top(self) -> int | None:
+        """The number of likely tokens beside each log-prob of the prompt; None: no log-probs of it."""
+        return self.prompt_logprobs
+
+    @property
+    def queue_priority(self) -> int:
+        """vLLM serves lower numbers first, our queue higher ones."""
+        return max(-MOST_PRIORITY, min(MOST_PRIORITY, -self.priority))
+
+    def _constraint(self) -> dict[str, str | None]:
+        """What the text must match: `response_format`, `structured_outputs`, or vLLM's former `guided_json` and
+        `guided_regex`."""
+        json, regex = _structured(self.structured_outputs)
+        found = {
+            "response_format": (self._formatted(), None), "structured_outputs": (json, regex),
+            "guided_json": (_as_text(self.guided_json), None), "guided_regex": (None, self.guided_regex),
+        }  # fmt: skip
+        used = [name for name, pair in found.items() if pair != (None, None)]
+        if len(used) > 1:
+            raise FieldError(f"{' and '.join(used)} cannot be combined: leave one of them out", used[1])
+        json, regex = found[used[0]] if used else (None, None)
+        return {"json_schema": json, "regex": regex}
+
+    def _formatted(self) -> str | None:
+        """The JSON schema of OpenAI's `response_format`."""
         given = self.response_format or {"type": "text"}
         kind, table = given.get("type"), given.get("json_schema")
-        schema: Any = self.guided_json
+        schema: Any = None
         if kind == "json_object":
             schema = {"type": "object"}
         elif kind == "json_schema" and isinstance(table, dict) and isinstance(table.get("schema"), dict):
@@ -106,7 +167,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 f"response_format is {shown(given)}; expected a type of text, json_object or json_schema with a "
                 "json_schema.schema", "response_format",
             )  # fmt: skip
-        return schema if schema is None or isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return _as_text(schema)
 
     def _biases(self) -> dict[int, float]:
         try:
@@ -125,8 +186,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def most(self) -> int | None:
@@ -139,39 +203,70 @@ class ChatRequest(GenerationRequest, kw_only=True):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables passed to the chat template besides the messages."""
-        tools = self.tools if self.tools and self.tool_choice != "none" else None
-        return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        tools = self.tools if self.tool_choice != "none" else None
+        own: dict[str, Any] = {"tools": tools, "documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        given = {**(self.chat_template_kwargs or {}), **{name: value for name, value in own.items() if value}}
+        if self.reasoning_effort:
+            given.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return given
+
+    def check_template(self, template: str) -> None:
+        """Refuses variables that the template does not use, which would have no effect."""
+        readers = {"documents": ("documents",), "reasoning_effort": ("reasoning_effort", "enable_thinking")}
+        for name, variables in readers.items():
+            if getattr(self, name) and not any(each in template for each in variables):
+                raise FieldError(f"{name}: the model's chat template does not use it; leave it out", name)
+
+    @property
+    def opening(self) -> bool:
+        """Whether the template appends the assistant's generation prompt."""
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """prompt   after parsing: texts or token lists"""
 
     prompt: Any = msgspec.UNSET
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
     best_of: int | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool = True
 
     @property
     def top(self) -> int | None:
         return self.logprobs
 
+    @property
+    def prompt_top(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the reply has only the prompt: one token is sampled and left out."""
+        return self.max_tokens == 0
+
 
 def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
-    request = _decoded(fields, ChatRequest)
+    request = _decoded(fields, ChatRequest, NEUTRAL_CHAT)
     messages = conversation(request.messages, msgspec.UNSET)
     if messages is None:
         raise FieldError("messages is missing", "messages", "invalid_request")
     request.messages = messages
     if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs needs logprobs = true; set it, or leave both out", "top_logprobs")
-    for name in set(request.chat_template_kwargs or ()) & set(RESERVED):
-        raise FieldError(
-            f"chat_template_kwargs has {name!r}; send it as a field of the request", "chat_template_kwargs"
-        )
+    if request.tool_choice not in (None, "none", "auto"):
+        problem = f"tool_choice is {shown(request.tool_choice)}, which is not supported; expected none or auto"
+        raise FieldError(problem, "tool_choice")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
+    check_variables(request.chat_template_kwargs)
     return request
 
 
 def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
-    request = _decoded(fields, CompletionRequest)
+    request = _decoded(fields, CompletionRequest, NEUTRAL_COMPLETION)
     if request.best_of not in (None, request.n or 1):
         raise FieldError(
             f"best_of is {request.best_of} and n is {request.n or 1}; expected equal values: choosing "
@@ -179,22 +274,55 @@ def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
             "best_of",
         )
     request.prompt = _prompts(request.prompt)
+    if request.only_prompt and not request.echo:
+        raise FieldError("max_tokens is 0, which needs echo = true; expected at least 1", "max_tokens")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise FieldError("echo with logprobs is not supported with stream: leave one of them out", "echo")
     return request
 
 
-def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
-    for name, harmless in UNSUPPORTED.items():
-        value = fields.get(name)
-        if value is not None and value not in harmless:
-            what = shown(value) if not isinstance(value, int) else value
-            raise FieldError(f"{name} is {what}, which is not supported; leave it out", name)
+def _decoded(fields: Mapping[str, Any], kind: type[T], neutral: Neutral) -> T:
+    if "chat_template" in given(fields):
+        raise FieldError("chat_template is not supported: the model's own is used; leave it out", "chat_template")
     try:
-        request = msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(str(error), blamed(str(error)).removeprefix("body.") or None, "invalid_request") from None
+        request = admitted(fields, kind, neutral)
+    except FieldError as error:
+        error.param = (error.param or "").removeprefix("body").removeprefix(".") or None
+        raise
     if request.stream and request.prompt_logprobs is not None:
         raise FieldError("prompt_logprobs are not supported with stream: leave one of them out", "prompt_logprobs")
+    if request.stream_options and not request.stream:
+        raise FieldError("Stream options can only be defined when `stream=True`.", "stream_options")
     return request
+
+
+def _structured(options: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
+    """vLLM's `structured_outputs` as a JSON schema or a regular expression."""
+    if options is None:
+        return None, None
+    field, options = "structured_outputs", given(options)
+    wanted = {name: value for name, value in options.items() if name in CONSTRAINTS and value is not False}
+    for name, value in options.items():
+        if name not in wanted and value not in UNCONSTRAINED.get(name, ()):
+            raise FieldError(f"{field}.{name} is not supported; expected one of {', '.join(CONSTRAINTS)}", field)
+    if len(wanted) != 1:
+        what = f"has {' and '.join(wanted)}" if wanted else "has no constraint"
+        raise FieldError(f"{field} {what}; expected one of {', '.join(CONSTRAINTS)}", field)
+    match *wanted.keys(), *wanted.values():
+        case ["json", str() | dict() as schema]:
+            return _as_text(schema), None
+        case ["json_object", True]:
+            return _as_text({"type": "object"}), None
+        case ["regex", str() as pattern]:
+            return None, pattern
+        case ["choice", [*choices]] if choices and all(isinstance(each, str) for each in choices):
+            return None, "|".join(f"(?:{re.escape(each)})" for each in choices)
+    ((name, value),) = wanted.items()
+    raise FieldError(f"{field}.{name} is {shown(value)}; expected {FORMS[name]}", field)
+
+
+def _as_text(schema: Any) -> str | None:
+    return schema if schema is None or isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
 
 def _token(key: str) -> int:
@@ -244,30 +372,37 @@ DONE = b"data: [DONE]\n\n"
 
 
 Tops = Sequence[Sequence[tuple[str, float]]]
+Named = tuple[str, str, float]
 
 
-def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float], tops: Tops) -> dict[str, Any]:
-    def row(token: str, logprob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-    rows = map(row, tokens, logprobs)
-    content = [{**each, "top_logprobs": [row(*pair) for pair in top]} for each, top in zip(rows, tops, strict=True)]
+def chat_logprobs(rows: Sequence[tuple[Named, Sequence[Named]]]) -> dict[str, Any]:
+    """For each token itself and the likeliest ones: their names, texts and log-probs."""
+    content = [{**_logprob(*own), "top_logprobs": [_logprob(*each) for each in top]} for own, top in rows]
     return {"content": content, "refusal": None}
 
 
+def _logprob(name: str, text: str, logprob: float) -> dict[str, Any]:
+    return {"token": name, "logprob": logprob, "bytes": list(text.encode())}
+
+
 def completion_logprobs(
-    tokens: Sequence[str], logprobs: Sequence[float], tops: Tops | None, offset: int
+    tokens: Sequence[str], logprobs: Sequence[float | None], tops: Tops | None, texts: Sequence[str], offset: int
 ) -> dict[str, Any]:
-    """offset  of the first token's text"""
+    """texts   of the tokens, which `tokens` may name by their ids; `offset` is that of the first
+    logprobs   None for the first token of a prompt
+    """
     offsets = []
-    for token in tokens:
+    for text in texts:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(text)
     drawn = zip(tokens, logprobs, strict=True)
     # The sampled token is included, as in OpenAI's API; of two tokens with the same text the likelier is returned.
-    likely: list[dict[str, float]] | None = None
+    likely: list[dict[str, float] | None] | None = None
     if tops is not None:
-        likely = [{**dict([*reversed(top)]), token: logprob} for top, (token, logprob) in zip(tops, drawn, strict=True)]
+        likely = [
+            None if logprob is None else {**dict([*reversed(top)]), token: logprob}
+            for top, (token, logprob) in zip(tops, drawn, strict=True)
+        ]
     return {
         "tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": likely, "text_offset": offsets,
     }  # fmt: skip

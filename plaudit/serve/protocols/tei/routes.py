@@ -10,16 +10,19 @@ from typing import Literal
 import numpy as np
 
 from plaudit import __version__
+from plaudit.records import ItemError
 from plaudit.reward.pairs import Cut
+from plaudit.reward.reading import EmbeddingReading
 from plaudit.serve.handle import WorkerStatus
-from plaudit.serve.http.message import HttpError, Reply, Request, Route
+from plaudit.serve.http.message import HttpError, Reply, Request, Route, given
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Classifier, Prompt, Text, activate
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.tei import infinity_wire as infinity
 from plaudit.serve.protocols.tei import wire as tei
-from plaudit.serve.scoring import ScoringService
+from plaudit.serve.scoring import EMBEDDING_MODEL, ScoringService
 
+PIPELINE = "huggingface_hub: text classification and feature extraction by InferenceClient"
 Side = Literal["left", "right"] | None
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "softmax": lambda logits: activate(logits) if len(logits) > 1 else np.ones(1),
@@ -42,9 +45,13 @@ class TeiRoutes(ProtocolRoutes):
         return [
             self.work("/predict", self.predict, "TEI: every label with its score"),
             self.work("/rerank", self.rerank, "TEI: texts sorted by score", lambda body: "texts" in body),
-            self.work("/", self.pipeline, "huggingface_hub: text classification by InferenceClient"),
+            self.work("/", self.pipeline, PIPELINE),
             self.route("GET", "/info", self.info, "TEI: the model and its limits"),
         ]
+
+    def base_routes(self) -> list[Route]:
+        """InferenceClient posts to its URL as it is given: /tei, without a slash at the end."""
+        return [self.work("", self.pipeline, PIPELINE)]
 
     async def predict(self, request: Request) -> Reply:
         parsed = tei.decoded(request.fields(), tei.Predict)
@@ -68,19 +75,46 @@ class TeiRoutes(ProtocolRoutes):
         return Reply.json(tei.ranks(parsed, values))
 
     async def pipeline(self, request: Request) -> Reply:
-        parsed = tei.decoded(request.fields(), tei.Pipeline)
-        texts = [parsed.inputs] if isinstance(parsed.inputs, str) else parsed.inputs
-        if not texts:
-            raise HttpError(400, "empty", "`inputs` cannot be empty")
+        if "parameters" not in given(request.fields()):
+            return await self.features(request)
+        parsed = tei.decoded(request.fields(), tei.Pipeline, "; this path classifies texts, or extracts features")
+        texts = _listed(parsed.inputs)
         served = self.classifier.find(None, "outcome")
         rows, _ = await _logits(
             self.classifier, request, served, [Text(text) for text in texts], right(served), "inputs"
         )
         labels = served.intake().facts.labels
         options = parsed.parameters
-        chosen, top = (options.function_to_apply, options.top_k) if options else (None, None)
+        chosen, top = options.function_to_apply, options.top_k
         apply = FUNCTIONS[chosen] if chosen else partial(activate, multi_label=served.intake().facts.multi_label)
         return Reply.json([tei.predictions(apply(row), labels)[:top] for row in rows])
+
+    async def features(self, request: Request) -> Reply:
+        """The vectors of a sentence encoder."""
+        served = self.scoring.models.served.get(self.scoring.aliases.get(EMBEDDING_MODEL, ""))
+        if not isinstance(served, ServedModel):
+            raise HttpError(
+                422, "unsupported_form", "a body without parameters asks for feature extraction, and no sentence "
+                "encoder is served; for a text classification send parameters, if only {}, or POST to /predict",
+            )  # fmt: skip
+        about = "; for a text classification send parameters, if only {}"
+        parsed = tei.decoded(request.fields(), tei.FeatureExtraction, about)
+        if parsed.normalize is False:
+            raise HttpError(
+                422, "invalid_request", "normalize is false, and a vector is as its model gives it: leave it out"
+            )
+        texts = _listed(parsed.inputs)
+        left = parsed.truncation_direction.lower() == "left"
+        cut = Cut(served.intake().limit, "left" if left else "right") if parsed.truncate else Cut()
+        tokens = sound(await self.classifier.tokens(served, [Text(text) for text in texts], cut), "inputs")
+        _, answers = await self.scoring.read(request, served, [EmbeddingReading.work(row) for row in tokens])
+        vectors = []
+        for place, answer in enumerate(answers):
+            if isinstance(answer, ItemError):
+                raise HttpError(500, answer.type, f"inputs[{place}]: {answer.message}")
+            assert isinstance(answer, np.ndarray)
+            vectors.append(answer[0] / np.linalg.norm(answer[0]) if parsed.normalize else answer[0])
+        return Reply.json([vector.tolist() for vector in vectors])
 
     async def info(self, request: Request) -> Reply:
         served = self.classifier.find(None, "outcome")
@@ -147,6 +181,12 @@ def cuts(served: ServedModel) -> bool:
     """Whether too long texts are truncated silently, as these servers do: acceptable for a reranker, but a reward model
     would score another response without its end."""
     return served.intake().facts.encoder
+
+
+def _listed(inputs: str | list[str]) -> list[str]:
+    if not inputs and isinstance(inputs, list):
+        raise HttpError(400, "empty", "`inputs` cannot be empty")
+    return [inputs] if isinstance(inputs, str) else inputs
 
 
 def right(served: ServedModel) -> Side:

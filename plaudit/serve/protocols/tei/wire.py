@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from plaudit.serve.http.message import HttpError, Reply
+from plaudit.serve.http.message import HttpError, Reply, given
 
 T = TypeVar("T", bound=msgspec.Struct)
 FORMS = "a text, a pair of texts, or a list of [text] and [text, text]"
@@ -65,21 +65,31 @@ class TeiRerank(_Scored):
     return_text: bool = False
 
 
-class _Parameters(msgspec.Struct):
+class _Parameters(msgspec.Struct, forbid_unknown_fields=True):
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
     top_k: Annotated[int, Meta(ge=1)] | None = None
 
 
-class Pipeline(msgspec.Struct):
+class Pipeline(msgspec.Struct, forbid_unknown_fields=True):
+    """InferenceClient's tasks come to one path. A text classification has `parameters`, if only an empty object."""
+
     inputs: str | list[str]
-    parameters: _Parameters | None = None
+    parameters: _Parameters
 
 
-def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+class FeatureExtraction(msgspec.Struct, forbid_unknown_fields=True):
+    inputs: str | list[str]
+    truncate: bool = True
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    normalize: bool | None = None
+
+
+def decoded(fields: Mapping[str, Any], kind: type[T], about: str = "") -> T:
+    """about   added to an error"""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(given(fields), kind)
     except msgspec.ValidationError as error:
-        raise HttpError(422, "invalid_request", str(error)) from None
+        raise HttpError(422, "invalid_request", f"{error}{about}") from None
 
 
 def _sequence(entry: Any, what: str) -> tuple[str, str | None]:

@@ -79,13 +79,13 @@ class TritonRoutes(ProtocolRoutes):
         )
 
     async def live(self, request: Request) -> Reply:
-        return Reply(200, b"")
+        return Reply.json({"live": True})
 
     async def ready(self, request: Request) -> Reply:
-        return _health(await self.scoring.models.unready())
+        return _health(not await self.scoring.models.unready())
 
     async def model_ready(self, name: str, request: Request) -> Reply:
-        return _health(await self.scoring.find(name).healthy())
+        return _health(not await self.scoring.find(name).healthy(), name=name)
 
     async def index(self, request: Request) -> Reply:
         statuses = [(name, self.scoring.find_model(name).status()) for name in self.names]
@@ -145,8 +145,11 @@ class TritonRoutes(ProtocolRoutes):
         return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
 
 
-def _health(reasons: object) -> Reply:
-    return Reply(503, b"", headers=[(b"retry-after", b"1")]) if reasons else Reply(200, b"")
+def _health(ready: bool, **fields: str) -> Reply:
+    reply = Reply.json({**fields, "ready": ready}, 200 if ready else 503)
+    if not ready:
+        reply.headers.append((b"retry-after", b"1"))
+    return reply
 
 
 def _labels(result: Result) -> list[float]:

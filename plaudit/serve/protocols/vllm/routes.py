@@ -18,7 +18,7 @@ from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Chat, Classifier, Prompt, Text, activate
 from plaudit.serve.protocols.protocol import ProtocolRoutes
 from plaudit.serve.protocols.vllm import wire as vllm
-from plaudit.serve.scoring import EMBEDDING_MODEL, ScoringService
+from plaudit.serve.scoring import EMBEDDING_MODEL, PROCESS_MODEL, REWARD_MODEL, ScoringService
 
 
 class VllmRoutes(ProtocolRoutes):
@@ -67,14 +67,14 @@ class VllmRoutes(ProtocolRoutes):
         parsed = vllm.read_inputs(_fields(request))
         served = self.classifier.find(parsed.model, "outcome")
         tokens = await self._tokens(served, _prompts(parsed), parsed)
-        rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority)
+        rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority, parsed.cache_salt)
         if parsed.activate is not False:
             rows = [activate(row, served.intake().facts.multi_label) for row in rows]
         labels = served.intake().facts.labels
         return Reply.json(vllm.classification(_id(request, parsed), served.name, rows, labels, sum(map(len, tokens))))
 
     async def pooling(self, request: Request) -> Reply:
-        parsed = vllm.read_inputs(_fields(request))
+        parsed = vllm.read_vectors(_fields(request))
         if parsed.dimensions is not None:
             raise vllm.FieldError("dimensions is currently not supported", "dimensions")
         served = self.classifier.find(parsed.model)
@@ -83,7 +83,7 @@ class VllmRoutes(ProtocolRoutes):
             raise vllm.FieldError("Unsupported task: 'classify' Supported tasks: ['token_classify']", "task")
         tokens = await self._tokens(served, _prompts(parsed), parsed)
         read = self.classifier.rows if every else self.classifier.logits
-        rows = await read(request, served, tokens, parsed.queue_priority)
+        rows = await read(request, served, tokens, parsed.queue_priority, parsed.cache_salt)
         if parsed.activate is not False:
             rows = [activate(row, served.intake().facts.multi_label) for row in rows]
         data = [parsed.encode(row) for row in rows]
@@ -91,7 +91,7 @@ class VllmRoutes(ProtocolRoutes):
 
     async def embeddings(self, request: Request) -> Reply:
         """Raw values by default: an activation would squash rewards to 0..1 for clients that cannot disable it."""
-        parsed = vllm.read_inputs(_fields(request))
+        parsed = vllm.read_vectors(_fields(request))
         encoder = self._encoder(parsed.model)
         if encoder is not None:
             return await self._vectors(request, parsed, encoder)
@@ -100,7 +100,7 @@ class VllmRoutes(ProtocolRoutes):
         if parsed.dimensions not in (None, size):
             raise vllm.FieldError(f"dimensions is {parsed.dimensions}; expected {size} for {served.name}", "dimensions")
         tokens = await self._tokens(served, _prompts(parsed), parsed)
-        rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority)
+        rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority, parsed.cache_salt)
         if parsed.activate:
             rows = [activate(row) for row in rows]
         data = [parsed.encode(row) for row in rows]
@@ -112,10 +112,12 @@ class VllmRoutes(ProtocolRoutes):
         served = self.scoring.models.served.get(self.scoring.aliases.get(alias, alias))
         return served if isinstance(served, ServedModel) and served.kind == "embedding" else None
 
-    async def _vectors(self, request: Request, parsed: vllm.VllmInputs, served: ServedModel) -> Reply:
+    async def _vectors(self, request: Request, parsed: vllm.VllmVectors, served: ServedModel) -> Reply:
         tokens = await self._tokens(served, _prompts(parsed), parsed)
         works = [EmbeddingReading.work(row) for row in tokens]
-        _, answers = await self.scoring.read(request, served, works, priority=parsed.queue_priority)
+        _, answers = await self.scoring.read(
+            request, served, works, priority=parsed.queue_priority, salt=parsed.cache_salt
+        )
         data = []
         for place, answer in enumerate(answers):
             if not isinstance(answer, np.ndarray):
@@ -136,23 +138,34 @@ class VllmRoutes(ProtocolRoutes):
         parsed = vllm.read_pairs(_fields(request), rerank=True)
         served, values, tokens = await self._scored(request, parsed)
         id = _id(request, parsed)
-        return Reply.json(vllm.reranked(id, served.name, parsed.documents, values, parsed.top_n, tokens))
+        return Reply.json(vllm.reranked(id, served.name, parsed, values, tokens))
 
     async def tokenize(self, request: Request) -> Reply:
         parsed = vllm.read_tokenize(_fields(request))
-        served = self.classifier.find(parsed.model)
+        served = self._reader(parsed.model)
         intake = served.intake()
-        chat = None if parsed.messages is None else Chat(parsed.messages, parsed.add_generation_prompt)
-        tokens = await self.classifier.full_tokens(served, chat or Text(parsed.prompt or "", special=parsed.special))
+        chat = None if parsed.messages is None else _chat(parsed, bool(parsed.add_generation_prompt))
+        prompt = chat or Text(parsed.prompt or "", special=parsed.add_special_tokens)
+        tokens = await self.classifier.full_tokens(served, prompt)
         strings = intake.tokenizer.convert_ids_to_tokens(tokens) if parsed.return_token_strs else None
         return Reply.json(vllm.tokenized(tokens, strings, intake.limit))
 
     async def detokenize(self, request: Request) -> Reply:
         parsed = vllm.decoded(_fields(request), vllm.Detokenize)
-        tokenizer = self.classifier.find(parsed.model).intake().tokenizer
+        tokenizer = self._reader(parsed.model).intake().tokenizer
         # As in vLLM: an invalid token decodes to no text.
         in_vocabulary = [token for token in parsed.tokens if token < len(tokenizer)]
         return Reply.json({"prompt": tokenizer.decode(in_vocabulary)})
+
+    def _reader(self, name: str | None) -> ServedModel:
+        """The model of any kind whose tokenizer is meant; without a name the first reward model, or the first model."""
+        if name or REWARD_MODEL in self.scoring.aliases or PROCESS_MODEL in self.scoring.aliases:
+            served = self.scoring.find(self.classifier.name(name))
+        else:
+            served = self.scoring.find(None)
+        if not isinstance(served, ServedModel):
+            raise HttpError(422, "wrong_kind", f"{served.name} is a {served.kind} and has no tokenizer; name a model")
+        return served
 
     async def version(self, request: Request) -> Reply:
         return Reply.json({"version": __version__})
@@ -174,12 +187,12 @@ class VllmRoutes(ProtocolRoutes):
             for query, document in zip(parsed.queries, parsed.documents, strict=True)
         ]
         tokens = await self._tokens(served, prompts, parsed)
-        rows = np.stack(await self.classifier.logits(request, served, tokens, parsed.queue_priority))
+        rows = np.stack(await self.classifier.logits(request, served, tokens, parsed.queue_priority, parsed.cache_salt))
         values = rows if parsed.activate is False else activate(rows)
         return served, values[:, 0].tolist(), sum(map(len, tokens))
 
     async def _tokens(
-        self, served: ServedModel, prompts: Sequence[Prompt], parsed: vllm.VllmRequest
+        self, served: ServedModel, prompts: Sequence[Prompt], parsed: vllm.VllmInputs | vllm.Pairs
     ) -> list[list[int]]:
         limit, most = served.intake().limit, parsed.truncate_prompt_tokens
         if most is not None and most > limit:
@@ -208,10 +221,14 @@ def _fields(request: Request) -> Mapping[str, object]:
 
 def _prompts(parsed: vllm.VllmInputs) -> Sequence[Prompt]:
     if parsed.messages is not None:
-        return [Chat(parsed.messages, parsed.add_generation_prompt)]
-    return [Text(p, special=parsed.special) if isinstance(p, str) else p for p in parsed.input]
+        return [_chat(parsed, parsed.add_generation_prompt)]
+    return [Text(p, special=parsed.add_special_tokens) if isinstance(p, str) else p for p in parsed.input]
 
 
-def _id(request: Request, parsed: vllm.VllmRequest) -> str:
-    """The request's id from its header or body, or a generated one."""
-    return request.id if b"x-request-id" in request.headers or parsed.request_id is None else parsed.request_id
+def _chat(parsed: vllm.VllmInputs | vllm.Tokenize, opening: bool) -> Chat:
+    assert parsed.messages is not None
+    return Chat(parsed.messages, opening, parsed.continue_final_message, parsed.variables)
+
+
+def _id(request: Request, parsed: vllm.VllmInputs | vllm.Pairs) -> str:
+    return vllm.reply_id(request, parsed.request_id)

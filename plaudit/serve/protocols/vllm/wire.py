@@ -1,7 +1,7 @@
 """vLLM's pooling API (0.32), and the OpenAI embeddings format in which SGLang's reward models answer.
 
-Fields unknown to vLLM are ignored, as vLLM does. Fields that vLLM knows but that are not supported here are rejected by
-name.
+vLLM ignores fields that it does not know. Here every field that would have no effect is refused by name, unless it has
+a value that changes nothing: a misspelt or unsupported option never passes in silence.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from plaudit.serve.http.message import HttpError, Reply
+from plaudit.errors import nearest
+from plaudit.serve.http.message import HttpError, Reply, Request, given
 
 T = TypeVar("T", bound="VllmRequest")
+S = TypeVar("S", bound=msgspec.Struct)
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a chat template that are fields of a request
 TASKS = ("classify", "token_classify")
 ERROR_NAMES = {
     400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError",
@@ -30,6 +33,14 @@ PATH_ERRORS = ("not_found", "method_not_allowed")  # answered by vLLM's web fram
 NUMBERS = {"float32": "f4", "float16": "f2"}
 ORDERS = {"native": "=", "little": "<", "big": ">"}
 MOST_PRIORITY = 10
+ANY = None  # in place of the values that change nothing: no value does
+Neutral = Mapping[str, tuple[Any, ...] | None]
+# Fields without a meaning here, and the values with which they change nothing.
+NEUTRAL: Neutral = {
+    "encoding_format": ("float",), "embed_dtype": ("float32",), "endianness": ("native",), "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},), "session_id": ANY, "rid": ANY,
+}  # fmt: skip
+NEUTRAL_PAIRS: Neutral = {**NEUTRAL, "rank_fields": ([],), "return_embeddings": (False,), "truncation": (False,)}
 
 
 class FieldError(HttpError):
@@ -56,16 +67,17 @@ class VllmRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     user: str | None = None
+
+
+class _Pooled(VllmRequest, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     padding: Literal["max_length", "do_not_pad"] | None = None
     request_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
     use_activation: bool | None = None
     activation: bool | None = None
-    normalize: Any = msgspec.UNSET
 
     @property
     def activate(self) -> bool | None:
@@ -78,27 +90,27 @@ class VllmRequest(msgspec.Struct, kw_only=True):
         return max(-MOST_PRIORITY, min(MOST_PRIORITY, -self.priority))
 
 
-class _Chat(VllmRequest, kw_only=True):
-    """messages  after parsing: a conversation, or None"""
+class VllmInputs(_Pooled, kw_only=True):
+    """messages  after parsing: a conversation, or None
+    input     after parsing: texts and token lists; empty if there are messages
+    """
 
+    input: Any = msgspec.UNSET
     messages: Any = msgspec.UNSET
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def special(self) -> bool:
-        return self.add_special_tokens is not False
+    def variables(self) -> dict[str, Any]:
+        """Variables passed to the chat template besides the messages."""
+        return self.chat_template_kwargs or {}
 
 
-class VllmInputs(_Chat, kw_only=True):
-    """input  after parsing: texts and token lists; empty if there are messages"""
-
-    input: Any = msgspec.UNSET
+class VllmVectors(VllmInputs, kw_only=True):
     data: Any = msgspec.UNSET
-    add_generation_prompt: bool = False
-    media_io_kwargs: dict[str, Any] | None = None
     task: Literal["embed", "classify", "token_embed", "token_classify", "plugin", "score", "encode"] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
@@ -119,7 +131,7 @@ class VllmInputs(_Chat, kw_only=True):
         return base64.b64encode(np.ascontiguousarray(values, dtype=number).tobytes()).decode()
 
 
-class Pairs(VllmRequest, kw_only=True):
+class Pairs(_Pooled, kw_only=True):
     """queries, documents  after parsing: texts, one query for each document"""
 
     query: Any = msgspec.UNSET
@@ -135,13 +147,25 @@ class Pairs(VllmRequest, kw_only=True):
     max_tokens_per_doc: int = 0
     instruction: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_documents: bool = True
 
 
-class Tokenize(_Chat, kw_only=True):
+class Tokenize(VllmRequest, kw_only=True):
+    """prompt, or messages and their options, as in VllmInputs"""
+
     prompt: str | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
-    tools: list[Any] | None = None
+    messages: Any = msgspec.UNSET
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool = False
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        return {**(self.chat_template_kwargs or {}), **({"tools": self.tools} if self.tools else {})}
 
 
 class Detokenize(VllmRequest, kw_only=True):
@@ -149,10 +173,11 @@ class Detokenize(VllmRequest, kw_only=True):
 
 
 def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
-    request = decoded(fields, VllmInputs)
-    _refuse_chat_options(request, both=request.add_generation_prompt)
-    if request.media_io_kwargs:
-        raise FieldError("media_io_kwargs: the models here take text only", "media_io_kwargs")
+    return _checked(decoded(fields, VllmInputs), fields)
+
+
+def read_vectors(fields: Mapping[str, Any]) -> VllmVectors:
+    request = _checked(decoded(fields, VllmVectors), fields)
     if request.data is not msgspec.UNSET:
         raise FieldError("`data` is for IO processor plugins, which this server does not have", "task")
     if request.task in ("score", "encode"):
@@ -160,16 +185,23 @@ def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
         raise FieldError(f"`{request.task}` task was removed; use {cure} instead.", "task")
     if request.task is not None and request.task not in TASKS:
         raise FieldError(f"Unsupported task: {request.task!r} Supported tasks: {list(TASKS)}", "task")
-    request.messages = conversation(request.messages, request.input)
-    request.input = _prompts(request.input) if request.messages is None else []
-    if request.messages is not None and request.add_special_tokens:
-        raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
     request.check_encoding()
     return request
 
 
+In = TypeVar("In", bound=VllmInputs)
+
+
+def _checked(request: In, fields: Mapping[str, Any]) -> In:
+    _refuse_chat_options(request, fields)
+    data = getattr(request, "data", msgspec.UNSET)
+    request.messages = conversation(request.messages, request.input)
+    request.input = _prompts(request.input) if request.messages is None and data is msgspec.UNSET else []
+    return request
+
+
 def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
-    request = decoded(fields, Pairs)
+    request = decoded(fields, Pairs, NEUTRAL_PAIRS)
     if request.instruction or request.chat_template_kwargs:
         name = "instruction" if request.instruction else "chat_template_kwargs"
         raise FieldError(f"{name} needs a score template, which this server does not support", name)
@@ -190,10 +222,9 @@ def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
 
 def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
     request = decoded(fields, Tokenize)
-    # By default the generation prompt is added when tokenising: only an explicit request for both is a conflict.
-    _refuse_chat_options(request, both=request.add_generation_prompt and "add_generation_prompt" in fields)
-    if request.tools:
-        raise FieldError("tools are not supported by a reward model's template", "tools")
+    _refuse_chat_options(request, fields)
+    if request.add_generation_prompt is None:
+        request.add_generation_prompt = not request.continue_final_message
     prompt = msgspec.UNSET if request.prompt is None else request.prompt
     request.messages = conversation(request.messages, prompt)
     if request.messages is None and request.prompt is None:
@@ -201,20 +232,38 @@ def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
     return request
 
 
-def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+def decoded(fields: Mapping[str, Any], kind: type[T], neutral: Neutral = NEUTRAL) -> T:
+    if "normalize" in fields:
+        raise FieldError("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
+    request = admitted(fields, kind, neutral)
+    if isinstance(request, _Pooled) and request.cache_salt == "":
+        raise FieldError("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if isinstance(request, _Pooled) and request.padding == "max_length":
+        raise FieldError("padding: a reward model's prompts are not padded", "padding")
+    return request
+
+
+def admitted(fields: Mapping[str, Any], kind: type[S], neutral: Neutral) -> S:
+    """The request of these fields, without nulls. A field that this kind of request does not have is refused, unless it
+    has a value that changes nothing."""
+    names = [each.name for each in msgspec.structs.fields(kind)]
+    values = {}
+    for name, value in given(fields).items():
+        if name in names:
+            values[name] = value
+        elif name == "extra_body" and isinstance(value, dict):  # an argument of the SDK, which some clients send
+            for inner, each in value.items():
+                if fields.get(inner) != each:
+                    raise FieldError(f"extra_body has {inner[:60]!r}: send it as a field of the request", "extra_body")
+        elif name not in neutral:
+            raise FieldError(f"unknown field {name[:60]!r}; {nearest(name[:60], names)}", name[:60])
+        elif (harmless := neutral[name]) is not ANY and value not in harmless:
+            what = value if isinstance(value, int) else shown(value)
+            raise FieldError(f"{name} is {what}, which is not supported; leave it out", name)
     try:
-        request = msgspec.convert(fields, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error), blamed(str(error)), "invalid_request") from None
-    if request.normalize is not msgspec.UNSET:
-        raise FieldError("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
-    if request.cache_salt == "":
-        raise FieldError("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
-    if request.padding == "max_length":
-        raise FieldError("padding: a reward model's prompts are not padded", "padding")
-    if request.mm_processor_kwargs:
-        raise FieldError("mm_processor_kwargs: the models here take text only", "mm_processor_kwargs")
-    return request
 
 
 def blamed(message: str) -> str:
@@ -225,16 +274,20 @@ def blamed(message: str) -> str:
     return f"body{path}" + (f".{missing[1]}" if missing else "")
 
 
-def _refuse_chat_options(request: _Chat, *, both: bool) -> None:
-    """both  whether the caller also requests a generation prompt"""
-    if request.continue_final_message and both:
+def _refuse_chat_options(request: VllmInputs | Tokenize, fields: Mapping[str, Any]) -> None:
+    if request.continue_final_message and request.add_generation_prompt:
         raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
-    if request.continue_final_message:
-        raise FieldError("continue_final_message is not supported", "continue_final_message")
     if request.chat_template is not None:
         raise FieldError("Refused request with untrusted chat template: the model's own is used", None)
-    if request.chat_template_kwargs:
-        raise FieldError("chat_template_kwargs are not supported: leave them out", "chat_template_kwargs")
+    if request.messages is not msgspec.UNSET and fields.get("add_special_tokens"):
+        raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
+    check_variables(request.chat_template_kwargs)
+
+
+def check_variables(variables: Mapping[str, Any] | None) -> None:
+    for name in set(variables or ()) & set(RESERVED):
+        problem = f"chat_template_kwargs has {name!r}; send it as a field of the request"
+        raise FieldError(problem, "chat_template_kwargs")
 
 
 def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
@@ -331,6 +384,11 @@ def shown(value: Any) -> str:
     return str(value) if isinstance(value, bool | float | None) else f"of type {type(value).__name__}"
 
 
+def reply_id(request: Request, given: str | None) -> str:
+    """The request's id from its header or body, or a generated one."""
+    return request.id if b"x-request-id" in request.headers or given is None else given
+
+
 def classification(
     id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence[str], tokens: int
 ) -> dict[str, Any]:
@@ -356,14 +414,12 @@ def scores(id: str, model: str, values: Sequence[float], tokens: int) -> dict[st
     return {**_list(f"score-{id}", model, data), "usage": _usage(tokens)}
 
 
-def reranked(
-    id: str, model: str, documents: Sequence[str], values: Sequence[float], top: int, tokens: int
-) -> dict[str, Any]:
-    order = sorted(range(len(values)), key=lambda place: -values[place])[: top or len(values)]
-    results = [
-        {"index": i, "document": {"text": documents[i], "multi_modal": None}, "relevance_score": values[i]}
-        for i in order
-    ]
+def reranked(id: str, model: str, request: Pairs, values: Sequence[float], tokens: int) -> dict[str, Any]:
+    order = sorted(range(len(values)), key=lambda place: -values[place])[: request.top_n or len(values)]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": values[i]} for i in order]
+    if request.return_documents:
+        for result in results:
+            result["document"] = {"text": request.documents[result["index"]], "multi_modal": None}
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"id": f"score-{id}", "model": model, "usage": usage, "results": results}
 
