@@ -60,7 +60,7 @@ class Engine:
         version: int = 0, channel: RankGroups | None = None, exact: bool = True, state_every: int = EVERY,
         record_experts: bool = False,
     ) -> None:  # fmt: skip
-        self.decoder = inspect(module)
+        self.decoder = inspect(module, tokenizer)
         self.tokenizer = tokenizer
         self.backend: Backend = backend_of(self.decoder)
         self.backend.exact = exact
