@@ -215,7 +215,9 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return not self._runner.scheduler.idle or bool(self._runner.late)
+        """Whether `step()` has something to compute or to return."""
+        runner = self._runner
+        return not runner.scheduler.idle or bool(runner.late or runner.pending_updates)
 
     @property
     def failure(self) -> Exception | None:
