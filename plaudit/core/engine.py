@@ -60,7 +60,7 @@ class Engine:
         version: int = 0, channel: RankGroups | None = None, exact: bool = True, state_every: int = EVERY,
         record_experts: bool = False,
     ) -> None:  # fmt: skip
-        self.decoder = inspect(module)
+        self.decoder = inspect(module, tokenizer)
         self.tokenizer = tokenizer
         self.backend: Backend = backend_of(self.decoder)
         self.backend.exact = exact
@@ -215,7 +215,9 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return not self._runner.scheduler.idle or bool(self._runner.late)
+        """Whether `step()` has something to compute or to return."""
+        runner = self._runner
+        return not runner.scheduler.idle or bool(runner.late or runner.pending_updates)
 
     @property
     def failure(self) -> Exception | None:

@@ -198,7 +198,7 @@ class Intake:
                     raise RequestError(f"{name} has token id {token}, outside the vocabulary 0..{vocab - 1}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the engine has none: use stop_token_ids")
-        for name in ("top_k", "top_logprobs", "prompt_logprobs"):
+        for name in ("top_logprobs", "prompt_logprobs"):
             if (count := getattr(params, name) or 0) > vocab:
                 raise RequestError(f"{name} {count} is more than the vocabulary of {vocab} tokens")
         if params.allowed_token_ids is not None:

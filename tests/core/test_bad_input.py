@@ -61,7 +61,10 @@ def test_invalid_sampling_params_are_rejected(options: dict[str, Any], message: 
         (lambda: ENGINE.generate([[3]], SamplingParams(stop=("x",))), "stop strings need a tokenizer"),
         (lambda: ENGINE.generate([[3]], SamplingParams(stop_token_ids=(89,))), "stop_token_ids has token id 89"),
         (lambda: ENGINE.generate([[3]], SamplingParams(logit_bias={-2: 1.0})), "logit_bias has token id -2"),
-        (lambda: ENGINE.generate([[3]], SamplingParams(top_k=90)), "top_k 90 is more than the vocabulary of 89"),
+        (
+            lambda: ENGINE.generate([[3]], SamplingParams(top_logprobs=90)),
+            "top_logprobs 90 is more than the vocabulary of 89",
+        ),
         (lambda: ENGINE.generate([[3], [4]], [SamplingParams()]), "2 prompts and 1 SamplingParams"),
         (
             lambda: ENGINE.generate([[3] * 40], SamplingParams(max_tokens=100)),

@@ -456,3 +456,15 @@ def test_seeds_argument_equals_seeds_in_params_and_text_can_be_skipped() -> None
     for invalid in ([5], [5, -1], [5, 2**63]):
         with pytest.raises(RequestError, match=r"2 prompts and \d seeds: give one seed per prompt, from 0"):
             engine.generate(prompts, SamplingParams(), seeds=invalid)
+
+
+def test_busy_until_every_update_has_been_returned() -> None:
+    """A request that finishes during another caller's `generate` still has updates to return."""
+    engine = Engine(tiny.model("llama"))
+    number = engine.submit([5, 6, 7], SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+    engine.generate([[8, 9]], SamplingParams(max_tokens=20, seed=2, ignore_eos=True))
+    samples = []
+    while engine.busy:
+        samples += [update.sample for update in engine.step() if update.request == number and update.sample]
+    assert [len(sample.token_ids) for sample in samples] == [2]
+    assert not engine.step()

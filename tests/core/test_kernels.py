@@ -500,8 +500,10 @@ def test_sampling_in_blocks_of_logits_matches_one_program_per_row(
 
 OPTIONS = [
     SamplingParams(temperature=0.7, top_k=20, top_p=0.95), SamplingParams(top_p=0.9), SamplingParams(),
-    SamplingParams(temperature=0), SamplingParams(min_p=0.4), SamplingParams(top_k=70, top_p=0.8),
-    SamplingParams(top_k=1), SamplingParams(top_p=0.3, min_p=0.01), SamplingParams(min_p=1.0),
+    SamplingParams(top_p=0.6, min_p=0.3), SamplingParams(min_p=0.4), SamplingParams(top_k=70, top_p=0.8),
+    SamplingParams(temperature=0), SamplingParams(top_k=80, top_p=0.9, min_p=0.05),
+    SamplingParams(top_p=0.97, min_p=1e-4), SamplingParams(top_p=0.99, min_p=0.9), SamplingParams(top_k=1),
+    SamplingParams(top_p=0.3, min_p=0.01), SamplingParams(min_p=1.0),
     SamplingParams(top_k=100, min_p=0.9), SamplingParams(top_k=64), SamplingParams(top_k=65),
     SamplingParams(temperature=1.7, top_p=0.99, top_k=10**6),
 ]  # fmt: skip

@@ -76,6 +76,10 @@ def test_row_does_not_depend_on_the_other_rows() -> None:
         (SamplingParams(top_p=0.6), {2}),  # the most likely token alone has 0.62
         (SamplingParams(top_p=0.7), {1, 2}),
         (SamplingParams(min_p=0.3), {1, 2}),
+        (SamplingParams(top_p=0.7, min_p=0.3), {2}),  # of the two that min_p keeps it has 0.73, as in vLLM
+        (SamplingParams(top_p=0.74, min_p=0.3), {1, 2}),
+        (SamplingParams(top_k=5), {0, 1, 2, 3}),
+        (SamplingParams(top_k=2**40), {0, 1, 2, 3}),
         (SamplingParams(temperature=0.1, top_p=0.99), {2}),
         (SamplingParams(logit_bias={3: 50.0}), {3}),
         (SamplingParams(temperature=0), {2}),

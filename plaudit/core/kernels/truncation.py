@@ -1,4 +1,4 @@
-"""Computes the cutoffs of top-k, top-p and min-p without sorting.
+"""Computes the cutoffs of min-p, top-k and top-p, in this order, without sorting.
 
 The kept tokens of a row are a prefix of its tokens in descending order, ties to the lower token id. So one number
 describes them: the packed key (logit, then token id) of the last kept token. Three launches, in this order:
@@ -106,14 +106,17 @@ def _cut_by_best(
     taken = rank < count
     ours = tl.load(best + row * BEST + rank, mask=taken, other=DEEPER)
     weight = tl.where(taken, tl.exp(key_logit(ours) - peak), 0.0)
-    if k <= BEST:
+    likely = taken & ((weight >= least) | (rank == 0))
+    weight = tl.where(likely, weight, 0.0)
+    complete = (k <= BEST) | (tl.sum(likely.to(tl.int32), axis=0) < count)  # they are all that min-p and top-k keep
+    if complete:
         mass = tl.sum(weight, axis=0)
     before = tl.cumsum(weight, axis=0) - weight
-    keep = taken & (before < p * mass) & (weight >= least) | (rank == 0)
+    keep = likely & (before < p * mass) | (rank == 0)
     kept = tl.sum(keep.to(tl.int32), axis=0)
     cut = tl.max(tl.where(rank == kept - 1, ours, DEEPER), axis=0)
     tl.store(peaks + row, peak)
-    if (k > BEST) & ((kept == BEST) | ((k < vocabulary) & (p < 1.0))):  # the mass of the best k is unknown
+    if (complete == 0) & ((kept == BEST) | (((k < vocabulary) | (least > 0.0)) & (p < 1.0))):  # their mass is unknown
         tl.store(cuts + row, DEEPER)
         tl.store(totals + row, mass)
     else:
@@ -172,9 +175,12 @@ def _cut_by_mass(
         mass = above + (k - count).to(tl.float32) * tl.exp(key_logit(edge << 32) - peak)
         low = edge - 1
     floor = low
-    mass_limit = tl.where(p >= 1.0, float("inf"), p * mass)
     if least > 0.0:
-        floor = tl.maximum(floor, ordered(peak + tl.log(least)).to(tl.int64) - 1)
+        unlikely = ordered(peak + tl.log(least)).to(tl.int64) - 1
+        if unlikely > low:
+            floor = unlikely
+            _, mass = _at(logits, row, scale, peak, unlikely, vocabulary, WAYS, BLOCK)
+    mass_limit = tl.where(p >= 1.0, float("inf"), p * mass)
     _, edge = _lowest(
         logits, row, scale, peak, floor, tl.maximum(top, floor + 1), k, mass_limit, vocabulary, WAYS, BLOCK
     )

@@ -30,6 +30,7 @@ ATTENTION = "plaudit"
 SCORES = 32 * 2**20  # bytes of scores in a tile; a few copies of a tile exist at once
 LEAST_QUERIES = 16  # minimum queries in a tile: with fewer, the matrix products are too thin
 GATHERED = 64 * 2**20  # bytes of keys and values gathered at once for rows that are read one by one
+HALVES = (torch.float16, torch.bfloat16)
 LEAST_KEYS = 64  # of a product: torch computes small ones (below 400 multiplications) with a loop of its own
 # Keys whose values are summed in one product. A library may split longer sums, in halves or elsewhere: MKL from 257
 # keys on with AVX2 and from 385 on with AVX-512, OpenBLAS on ARM from 641 on.
@@ -345,7 +346,10 @@ def products(q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1QS: Tensor, 
         mask_B1QS = F.pad(mask_B1QS, (0, LEAST_KEYS - S), value=float("-inf"))
     # In the layout of a decode step: columns, or latents as they are stored.
     keys_NDS = (k_BKSD.mT if rule.latent is not None else k_BKSD.mT.contiguous()).flatten(0, 1)
-    scores_NRS = first_rows(torch.bmm(two_rows(q_BKRD.reshape(B * K, R, D)), keys_NDS), R)
+    rows_NRD = q_BKRD.reshape(B * K, R, D)
+    if q_BKRD.dtype in HALVES and not q_BKRD.is_cuda:  # scores of hundreds, rounded to eight bits, are another model's
+        rows_NRD, keys_NDS = rows_NRD.float(), keys_NDS.float()
+    scores_NRS = first_rows(torch.bmm(two_rows(rows_NRD), keys_NDS), R)
     if rule.softcap is not None:
         scores_NRS = torch.tanh(scores_NRS / rule.softcap) * rule.softcap
     scores_BKQGS = scores_NRS.view(B, K, Q, R // Q, -1).add_(mask_B1QS[:, :, :, None])

@@ -61,7 +61,7 @@ class Sampler:
         self.filtered = torch.tensor([i for i, p in enumerate(params) if p.truncates], device=device)
         chosen = [params[i] for i in self.filtered.tolist()]
         vocab = len(hashes)
-        self.top_k = torch.tensor([p.top_k or vocab for p in chosen], device=device)[:, None]
+        self.top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in chosen], device=device)[:, None]
         self.top_p = torch.tensor([p.top_p for p in chosen], device=device)[:, None]
         self.min_p = torch.tensor([p.min_p for p in chosen], device=device)[:, None]
 
@@ -129,13 +129,12 @@ class Sampler:
         return shaped_BV
 
     def _kept(self, logits_FV: Tensor) -> Tensor:
-        """Apply top_k, then top_p, then min_p; ties go to the lower token id, and the best token always stays."""
+        """Apply min_p, then top_k, then top_p; ties go to the lower token id, and the best token always stays."""
         ordered_FV, order_FV = torch.sort(logits_FV, dim=1, descending=True, stable=True)
         rank_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
-        drop_FV = rank_V >= self.top_k
+        share_FV = torch.softmax(ordered_FV, dim=1)
+        drop_FV = (rank_V >= self.top_k) | (share_FV < self.min_p * share_FV[:, :1])
         share_FV = torch.softmax(ordered_FV.masked_fill(drop_FV, float("-inf")), dim=1)
         drop_FV |= share_FV.cumsum(dim=1) - share_FV >= self.top_p
-        share_FV = share_FV.masked_fill(drop_FV, 0.0)
-        drop_FV |= share_FV < self.min_p * share_FV[:, :1]
         drop_FV[:, 0] = False
         return logits_FV.masked_fill(drop_FV.scatter(1, order_FV, drop_FV), float("-inf"))

@@ -24,7 +24,8 @@ class SamplingParams:
 
     n               samples per prompt
     temperature     0 takes the most likely token, whose log-prob under the sampled distribution is then 0
-    top_k, top_p, min_p   applied after the temperature, in this order; 0, 1 and 0 disable them
+    min_p, top_k, top_p   applied after the temperature, in this order; 0, 0 and 1 disable them. A top_k above the
+                    vocabulary keeps all tokens
     stop            strings that end the text; the text ends before them, their tokens are kept
     include_stop    the text ends behind the stop string, and includes the text of a stop token
     stop_token_ids  tokens that end the sample, in addition to the model's end-of-sequence tokens; they are kept

@@ -69,7 +69,7 @@ class EnginePart:
                 channel=self.channel,
             )  # fmt: skip
         else:
-            self._backend = backend_of(inspect(self.module))
+            self._backend = backend_of(inspect(self.module, part.loaded.tokenizer))
 
     def meet(self, hashes: Mapping[str, str]) -> RankGroups:
         """The ranks are already connected, with the files of one policy."""

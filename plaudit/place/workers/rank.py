@@ -148,7 +148,7 @@ def _load(group: RankGroup, spec: dict[str, Any]) -> Callable[[], None]:
     lora = spec["lora"] and LoraTable.model_validate(spec["lora"])
     part = load_part(group.table, group, replaced=True, prepare=partial(attach_blank, lora))
     receiver = _receiver(part)
-    backend = backend_of(inspect(part.loaded.module))
+    backend = backend_of(inspect(part.loaded.module, part.loaded.tokenizer))
     if spec["record"]:
         backend.record_experts()
     return lambda: follow(backend, part.channel, lambda data: _taken(receiver, group.rank, data))

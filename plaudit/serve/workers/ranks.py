@@ -382,7 +382,7 @@ def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], N
 
 def _load(group: RankGroup, _: dict[str, Any]) -> Callable[[], None]:
     part = load_part(group.table, group)
-    return lambda: follow(backend_of(inspect(part.loaded.module)), part.channel)
+    return lambda: follow(backend_of(inspect(part.loaded.module, part.loaded.tokenizer)), part.channel)
 
 
 def main(fd: int) -> None:

@@ -54,7 +54,7 @@ class Trainee:
             serves = ranks.main and recipe.placement.channel != "reshard"  # where all ranks serve their shards
         if self.shards is None or serves:
             self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
-            self.decoder = inspect(self.loaded.module)
+            self.decoder = inspect(self.loaded.module, self.loaded.tokenizer)
         else:
             assert recipe.model.path is not None
             path = resolve(recipe.model.path)
