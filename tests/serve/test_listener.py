@@ -337,8 +337,8 @@ def application(handler: Callable[[Request], Awaitable[Reply]]) -> App:
 
 
 @contextmanager
-def under_uvicorn(app: AsgiApp) -> Iterator[int]:
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
+def under_uvicorn(app: AsgiApp, **settings: Any) -> Iterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", **{"log_level": "error", **settings}))
     sock = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([sock],))
     thread.start()

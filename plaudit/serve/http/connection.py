@@ -25,11 +25,12 @@ from plaudit.serve.http.exchange import AsgiApp, Exchange, Flow, date
 from plaudit.serve.http.message import Connection, HttpError
 
 KEEP_ALIVE_SECONDS = 75
-PIECE_BYTES = 16 * 1024  # of heads and chunks parsed at a time
+PIECE_BYTES = 4096  # of heads and chunks parsed at a time
+CHUNKS = 256  # of one connection that are parsed before others have their turn
 EMPTY_LINE = b"\r\n\r\n"
 CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"  # for a parser that decodes chunks
 START_LINE = re.compile(rb"([A-Z-]+) ([!-\"$-~]+) HTTP/(1\.[01])\r\n")
-ABSOLUTE = re.compile(rb"https?://[^/?]+(/[^?]*)?(?:\?(.*))?", re.IGNORECASE)
+ABSOLUTE = re.compile(rb"https?://[^/?@]+(/[^?]*)?(?:\?(.*))?", re.IGNORECASE)
 HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 
@@ -91,7 +92,8 @@ class HttpConnection(asyncio.Protocol):
         self._client = Connection()
         self._exchange: Exchange | None = None  # the request that is being handled
         self._ended = False  # no further request is accepted
-        self._received = b""  # and not parsed yet
+        self._received = b""
+        self._at = 0  # where the part of it begins that was not parsed yet
         self._tail = b""  # the end of what was parsed, which may be the beginning of an empty line
         self._parser: Any = None
         self._messages = 0  # that the parser has begun
@@ -101,7 +103,9 @@ class HttpConnection(asyncio.Protocol):
         self._head_complete = self._keep_alive = False
         self._left = 0  # bytes of a body of known length
         self._chunked = False  # whether a chunked body is being received
-        self._framing = 0  # bytes of chunk sizes and trailers since the last byte of a chunk
+        self._pieces: list[bytes] = []  # of chunks
+        self.on_body = self._pieces.append  # called by the parser
+        self._framing = 0  # bytes of chunk sizes and trailers since the last chunk
         self.waiting_since = time.monotonic()  # for a request, or for the end of its headers
         self._stalled = (0, 0.0, 0.0)  # unread bytes of the client; since when this many, since when any
 
@@ -134,22 +138,24 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._ended:
-            self._received = self._received + data if self._received else data
+            self._received = self._received[self._at :] + data
+            self._at = 0
             self._parse()
 
     # Requests
 
     def _parse(self) -> None:
-        """Parses what has been received, up to the end of a request or PIECE_BYTES."""
+        """Parses what has been received, up to the end of a request."""
+        chunks = 0
         try:
-            while self._received and not self._ended:
+            while self._at < len(self._received) and not self._ended:
                 if self._left:
                     self._take_body()
                 elif self._chunked:
-                    self._take_chunks()
-                    if self._chunked and self._received:  # other connections first: tiny chunks are expensive
+                    if chunks > CHUNKS:  # tiny ones, which are expensive; other connections first
                         self._loop.call_soon(self._parse)
                         break
+                    chunks += self._take_chunks()
                 elif self._exchange is None:
                     self._take_head()
                 else:
@@ -160,15 +166,17 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(_bad_http("this is not HTTP/1.1: the request could not be parsed"))
         if self._ended:
             return
-        if self._received:
+        if self._at < len(self._received):
             self._flow.pause_reading(self)
         else:
+            self._received, self._at = b"", 0
             self._flow.resume_reading(self)
 
     def _take_head(self) -> None:
         if not self._head:
-            self._received = self._received.lstrip(b"\r\n")  # empty lines before a request
-            if not self._received:
+            while self._received[self._at : self._at + 1] in (b"\r", b"\n"):  # empty lines before a request
+                self._at += 1
+            if self._at == len(self._received):
                 return
             self._expect(in_head=True)
             self._headers = []
@@ -187,32 +195,43 @@ class HttpConnection(asyncio.Protocol):
 
     def _take_body(self) -> None:
         assert self._exchange is not None
-        body, self._received = self._received[: self._left], self._received[self._left :]
+        body = self._received[self._at : self._at + self._left]
+        self._at += len(body)
         self._left -= len(body)
         self._exchange.feed(body)
         if not self._left:
             self._end_body()
 
-    def _take_chunks(self) -> None:
+    def _take_chunks(self) -> int:
+        """Returns the number of chunks taken."""
+        assert self._exchange is not None
         piece = self._until_empty_line()
         self._framing += len(piece)
         self._parser.feed_data(piece)
+        count = len(self._pieces)
+        if count:
+            self._framing = 0
+            self._exchange.feed(b"".join(self._pieces))
+            self._pieces.clear()
         if self._framing > self._limits.header_bytes:
             raise HttpError(
                 431, "headers_too_large", f"chunk sizes and trailers have at most {self._limits.header_bytes} bytes"
             )
         if not self._chunked:
             self._end_body()
+        return count
 
     def _until_empty_line(self) -> bytes:
         """The next PIECE_BYTES of what has been received, or fewer up to an empty line, with which a head and a chunked
-        body end."""
-        taken, data = len(self._tail), self._tail + self._received
-        end = data.find(EMPTY_LINE, 0, PIECE_BYTES)
-        stop = min(len(data), PIECE_BYTES) if end < 0 else end + len(EMPTY_LINE)
-        self._received = data[stop:]
-        self._tail = data[max(0, stop - 3) : stop] if end < 0 else b""
-        return data[taken:stop]
+        body end. It may have begun in what was taken before."""
+        taken, at = len(self._tail), self._at
+        piece = self._tail + self._received[at : at + PIECE_BYTES]
+        end = piece.find(EMPTY_LINE)
+        if end >= 0:
+            piece = piece[: end + len(EMPTY_LINE)]
+        self._at += len(piece) - taken
+        self._tail = b"" if end >= 0 else piece[-3:]
+        return piece[taken:]
 
     def _expect(self, *, in_head: bool) -> None:
         self._in_head = in_head
@@ -234,11 +253,6 @@ class HttpConnection(asyncio.Protocol):
         if self._in_head:
             self._head_complete = True
             self._keep_alive = self._parser.should_keep_alive()
-
-    def on_body(self, body: bytes) -> None:
-        assert self._exchange is not None
-        self._framing = 0
-        self._exchange.feed(body)
 
     def on_message_complete(self) -> None:
         if not self._in_head:
@@ -312,10 +326,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
         elif not self.transport.is_closing():
             self._among.rest(self)
-            if self._received:
-                self._parse()
-            else:
-                self._flow.resume_reading(self)
+            self._parse()
 
     # Called by the listener
 
@@ -378,14 +389,14 @@ def _start_line(head: bytearray) -> tuple[str, bytes, str]:
 
 
 def _path_and_query(method: str, target: bytes) -> tuple[bytes, bytes]:
-    if target[:1] == b"/":
+    if target[:1] == b"/" and method != "CONNECT":
         path, _, query = target.partition(b"?")
         return path, query
     if target == b"*" and method == "OPTIONS":
         return target, b""
     absolute = ABSOLUTE.fullmatch(target)
-    if absolute is None:
-        raise _bad_http("the target of the request is no path; this server is not a proxy")
+    if absolute is None or method == "CONNECT":
+        raise _bad_http("the target of the request is not a path on this server, which is not a proxy")
     return absolute[1] or b"/", absolute[2] or b""
 
 
