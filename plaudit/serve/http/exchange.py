@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from functools import cache
+from email.utils import formatdate
+from functools import cache, lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -23,18 +25,19 @@ class Flow:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
-        self._reading = True
+        self._paused: set[object] = set()  # who wants nothing more to be read
         self._writable: asyncio.Event | None = None  # set while the client does not read
 
-    def pause_reading(self) -> None:
-        if self._reading:
-            self._reading = False
+    def pause_reading(self, who: object) -> None:
+        if not self._paused:
             self.transport.pause_reading()
+        self._paused.add(who)
 
-    def resume_reading(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self.transport.resume_reading()
+    def resume_reading(self, who: object) -> None:
+        if who in self._paused:
+            self._paused.remove(who)
+            if not self._paused:
+                self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         self._writable = asyncio.Event()
@@ -51,13 +54,14 @@ class Flow:
 
 class Exchange:
     """keep_alive  whether the connection stays open after the reply
+    started     the reply has begun
     done        the reply is complete
     lost        the connection is closed
     """
 
     __slots__ = (
         "_body", "_bodyless", "_chunked", "_expects_continue", "_flow", "_given", "_head", "_left", "_replied",
-        "_started", "_waiter", "_whole", "done", "keep_alive", "lost", "scope",
+        "_waiter", "_whole", "done", "keep_alive", "lost", "scope", "started",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +79,7 @@ class Exchange:
         self._head: bytes = b""  # of the reply, until it is written
         self._left: int | None = None  # bytes of the reply still to be sent, if its length was announced
         self._chunked = self._bodyless = False
-        self._started = self.done = self.lost = False
+        self.started = self.done = self.lost = False
 
     async def run(self, app: AsgiApp) -> None:
         try:
@@ -91,7 +95,7 @@ class Exchange:
             return
         self._body += body
         if len(self._body) > HIGH_WATER:
-            self._flow.pause_reading()
+            self._flow.pause_reading(self)
         self._wake()
 
     def end(self) -> None:
@@ -109,12 +113,12 @@ class Exchange:
     # Called by the application
 
     async def receive(self) -> MutableMapping[str, Any]:
-        if self._expects_continue and not self._started:
+        if self._expects_continue and not self.started:
             self._expects_continue = False
             self._flow.transport.write(CONTINUE)
         while not (self._body or (self._whole and not self._given) or self.lost or self.done):
             if not self._whole:
-                self._flow.resume_reading()
+                self._flow.resume_reading(self)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -131,22 +135,28 @@ class Exchange:
         if self.lost:
             return
         kind = message["type"]
-        if kind == "http.response.start" and not self._started:
+        if kind == "http.response.start" and not self.started:
             self._start(message["status"], message.get("headers", ()))
-        elif kind == "http.response.body" and self._started and not self.done:
+        elif kind == "http.response.body" and self.started and not self.done:
             self._continue(message.get("body", b""), message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} is not expected here")
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if not self._whole:
+            self.keep_alive = False  # the rest of the body is not wanted
         lines = [_status_line(status)]
-        closes = False
+        closes = dated = False
         for name, value in headers:
             lines.append(name + b": " + value)
             if name == b"content-length":
                 self._left = int(value)
             elif name == b"connection" and value.lower() == b"close":
                 closes = True
+            elif name == b"date":
+                dated = True
+        if not dated:
+            lines.append(date())
         self._bodyless = self.scope["method"] == "HEAD" or status in (204, 304)
         if self._left is None and not self._bodyless:
             self._chunked = self.scope["http_version"] == "1.1"
@@ -161,7 +171,7 @@ class Exchange:
         head = b"\r\n".join(lines)
         if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1 or _CONTROL.search(head):
             raise RuntimeError("a header of the reply has a control character")
-        self._started = True
+        self.started = True
         self._head = head + b"\r\n\r\n"
         if self._left is None:  # a stream, whose parts may take time; otherwise head and body are sent in one write
             self._flow.transport.write(self._head)
@@ -184,6 +194,7 @@ class Exchange:
         if not more:
             self.done = True
             self._wake()
+            self._flow.resume_reading(self)
             self._replied(self)
 
 
@@ -191,3 +202,13 @@ class Exchange:
 def _status_line(status: int) -> bytes:
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
     return f"HTTP/1.1 {status} {phrase}".encode()
+
+
+def date() -> bytes:
+    """The Date header."""
+    return _date(int(time.time()))
+
+
+@lru_cache(1)
+def _date(second: int) -> bytes:
+    return f"date: {formatdate(second, usegmt=True)}".encode()

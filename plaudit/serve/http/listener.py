@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from plaudit.config.serve import LimitsTable
-from plaudit.serve.http.connection import HttpConnection
+from plaudit.serve.http.address import BACKLOG
+from plaudit.serve.http.connection import Connections, HttpConnection
 from plaudit.serve.http.exchange import AsgiApp
 
 SPARE_FILES = 256  # descriptors besides the connections: workers, pipes, logs
@@ -27,7 +28,7 @@ class Listener:
         self._app = app
         self._limits = limits
         self._tls = tls
-        self._connections: set[HttpConnection] = set()
+        self._connections = Connections()
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.AbstractServer] = []
         self._watching: asyncio.Task[None] | None = None
@@ -40,10 +41,12 @@ class Listener:
 
         for sock in sockets:
             if sock.family == socket.AF_UNIX:
-                self._servers.append(await loop.create_unix_server(connect, sock=sock))
+                self._servers.append(await loop.create_unix_server(connect, sock=sock, backlog=BACKLOG))
             else:
                 seconds = None if self._tls is None else self._limits.header_seconds
-                server = loop.create_server(connect, sock=sock, ssl=self._tls, ssl_handshake_timeout=seconds)
+                server = loop.create_server(
+                    connect, sock=sock, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=seconds
+                )  # fmt: skip
                 self._servers.append(await server)
         self._watching = asyncio.create_task(self._watch())
 
@@ -55,35 +58,35 @@ class Listener:
     def in_use(self, seconds: float) -> bool:
         """Whether a connection has a request, or had one within `seconds` and is likely to send another."""
         since = time.monotonic() - seconds
-        return any(not each.idle or each.waiting_since > since for each in self._connections)
+        return any(not each.idle or each.waiting_since > since for each in self._connections.open)
 
     async def stop(self) -> None:
         """Stop; requests in progress get LAST_SECONDS to finish."""
         if self._watching is not None:
             self._watching.cancel()
         self.refuse()
-        for connection in list(self._connections):
+        for connection in list(self._connections.open):
             connection.leave()
         until = time.monotonic() + LAST_SECONDS
-        while (self._connections or self._tasks) and time.monotonic() < until:
+        while (self._connections.open or self._tasks) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in list(self._connections):
+        for connection in list(self._connections.open):
             connection.transport.abort()
-        while self._connections and time.monotonic() < until + LAST_SECONDS:
+        while self._connections.open and time.monotonic() < until + LAST_SECONDS:
             await asyncio.sleep(0)
 
     def unwritten(self) -> int:
         """Bytes of replies that clients have not read yet."""
-        return sum(connection.unwritten() for connection in self._connections)
+        return sum(connection.unwritten() for connection in self._connections.open)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            for connection in list(self._connections):
+            for connection in list(self._connections.open):
                 connection.watch(now)
 
 
