@@ -6,7 +6,7 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
     metric  values: {name: number}              span    name, seconds
     memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
     note    text, ...                           plan    task, algorithm, steps, clip_norm, memory: {phase: ...}
-    proof   hashes: {samples, logprobs, rewards, weights, by: versions and hardware}
+    proof   hashes: {name: hash}, chained (train/run/proof.py)
 
 For a phase's memory, `bytes` are those at its peak, by owner; `start` and `end` are the differences at its start and
 end, `taken` the device's own counters (start, end, peak), `capacity` the device's memory.
@@ -53,7 +53,7 @@ class EventLog:
             event["step"] = step
         if version is not None:
             event["version"] = version
-        line = json.dumps(_finite({**event, **fields}), ensure_ascii=False, separators=(",", ":")) + "\n"
+        line = json.dumps(finite({**event, **fields}), ensure_ascii=False, separators=(",", ":")) + "\n"
         data = line.encode("utf-8", errors="backslashreplace")
         try:
             written = os.write(self._file, data)
@@ -97,14 +97,14 @@ def _last_newline(file: int, size: int) -> int:
     return 0
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as strings, which `float()` converts back."""
+def finite(value: Any) -> Any:
+    """The value as a log stores it. JSON has no NaN or infinity: they are written as strings, which `float()` converts back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
