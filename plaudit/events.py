@@ -32,6 +32,7 @@ from plaudit.errors import StorageError
 Kind = Literal["metric", "span", "memory", "sample", "note", "plan", "proof"]
 Event = dict[str, Any]
 
+LOG = "events.jsonl"  # of the process that trains
 START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"
 VERIFIED = "verified.json"  # beside the log: the last result of `plaudit verify`
 
@@ -40,7 +41,7 @@ class EventLog:
     """The writer: one per process and file."""
 
     def __init__(self, directory: Path, role: str = "main", rank: int = 0) -> None:
-        self.path = directory / ("events.jsonl" if role == "main" else f"events-{role}-{rank}.jsonl")
+        self.path = directory / (LOG if role == "main" else f"events-{role}-{rank}.jsonl")
         self._common: Event = {} if role == "main" else {"role": role, "rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._end_torn_line()
@@ -98,7 +99,7 @@ def _last_newline(file: int, size: int) -> int:
 
 
 def finite(value: Any) -> Any:
-    """The value as a log stores it. JSON has no NaN or infinity: they are written as strings, which `float()` converts back."""
+    """The value as a log stores it. JSON has no NaN or infinity: they are strings, which `float()` converts back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -118,15 +119,18 @@ def read_lines(path: Path) -> Iterator[Event]:
 
 def read_events(directory: Path) -> list[Event]:
     """The valid events of a run: all writers merged by time, without voided attempts."""
-    events: list[Event] = []
-    for path in sorted(directory.glob("events*.jsonl")):
-        kept: list[Event] = []
-        wall = 0.0
-        for event in read_lines(path):
-            if event["kind"] == "note" and event["text"] == START:
-                wall = float(event["wall"])
-            if event["kind"] == "note" and event["text"] == RESUME:
-                kept = [old for old in kept if old.get("step", 0) <= event["step"]]
-            kept.append({**event, "wall": wall + float(event["t"])})
-        events += kept
+    events = [event for path in sorted(directory.glob("events*.jsonl")) for event in read_valid(path)]
     return sorted(events, key=lambda event: float(event["wall"]))
+
+
+def read_valid(path: Path) -> list[Event]:
+    """The valid events of one file, in its order, with the time of each as `wall`."""
+    kept: list[Event] = []
+    wall = 0.0
+    for event in read_lines(path):
+        if event["kind"] == "note" and event["text"] == START:
+            wall = float(event["wall"])
+        if event["kind"] == "note" and event["text"] == RESUME:
+            kept = [old for old in kept if old.get("step", 0) <= event["step"]]
+        kept.append({**event, "wall": wall + float(event["t"])})
+    return kept

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from plaudit.config.recipe import Recipe, parse_recipe
 from plaudit.config.table import read_toml
-from plaudit.errors import BadCheckpoint, PlauditError
-from plaudit.events import CHANGED, Event, read_events
+from plaudit.errors import BadCheckpoint, ConfigError, PlauditError, RunError
+from plaudit.events import CHANGED, LOG, Event, read_valid
 from plaudit.models import load_policy
 from plaudit.models.part import outline
 from plaudit.models.weights import read_stem
@@ -42,13 +42,18 @@ class Evidence:
         self.directory = directory
         self.dump = Dump(directory / "rollouts")
         self.checkpoints = Checkpoints(directory / "checkpoints", 1)
-        path = directory / "recipe.toml"
-        self.recipe: Recipe = parse_recipe(read_toml(path, "recipe of a run"), str(path))
-        log = directory / "events.jsonl"
-        if not log.is_file():
-            raise Missing(f"{log} does not exist")
+        recipe, log = directory / "recipe.toml", directory / LOG
+        if not recipe.is_file() and not log.is_file():
+            raise RunError(f"{directory} is not the directory of a run: it has no recipe.toml")
+        for path in (recipe, log):
+            if not path.is_file():
+                raise Missing(f"{path} does not exist")
         try:
-            events = read_events(directory)
+            self.recipe: Recipe = parse_recipe(read_toml(recipe, "recipe of a run"), str(recipe))
+        except ConfigError as error:
+            raise Different(str(error)) from None
+        try:
+            events = read_valid(log)
             self.proofs = [event for event in events if event["kind"] == "proof"]
             self.steps: dict[int, dict[str, str]] = {}
             self.evaluations: dict[int, str] = {}
@@ -100,9 +105,9 @@ class Evidence:
     def check_log(self, skipped: Collection[int] = ()) -> None:
         """Check the chain, and all logged values but those of the steps `skipped`, which will be computed again."""
         if self.last == 0:
-            raise Missing(f"{self.directory}/events.jsonl has no complete step")
+            raise Missing(f"{self.directory / LOG} has no complete step")
         if not self.proofs:
-            raise Missing(f"{self.directory}/events.jsonl has no hashes of steps 1 to {self.last}")
+            raise Missing(f"{self.directory / LOG} has no hashes of steps 1 to {self.last}")
         if not any("chain" in event["hashes"] for event in self.proofs):
             raise Missing(
                 f"{self.directory} was written by an earlier version of plaudit, whose log has no chain of hashes"
@@ -110,10 +115,13 @@ class Evidence:
         self._check_chain()
         for step in range(1, self.last + 1):
             if "progress/samples" not in self.metrics.get(step, {}):
-                raise Missing(f"{self.directory}/events.jsonl has no metrics of step {step}")
+                raise Missing(f"{self.directory / LOG} has no metrics of step {step}")
             if step not in self.steps:
-                raise Missing(f"{self.directory}/events.jsonl has no hashes of step {step}")
-        for step in sorted({*self.metrics, *self.heldout, *self.shown} - {*skipped}):
+                raise Missing(f"{self.directory / LOG} has no hashes of step {step}")
+        logged = {*self.metrics, *self.heldout, *self.shown, *self.steps}
+        if max(logged) > self.last:
+            raise Missing(f"{self.directory / LOG} ends within step {max(logged)}: its metrics are not there")
+        for step in sorted(logged - {*skipped}):
             self._check_step(step)
 
     def _check_chain(self) -> None:
@@ -122,13 +130,13 @@ class Evidence:
             step, hashes = event["step"], event["hashes"]
             if linked(before, step, hashes) != hashes.get("chain"):
                 raise Different(
-                    f"{self.directory}/events.jsonl: the chain of hashes breaks at step {step}: a hash there was "
+                    f"{self.directory / LOG}: the chain of hashes breaks at step {step}: a hash there was "
                     "changed, or what precedes it was removed or changed"
                 )
             before = hashes["chain"]
 
     def _check_step(self, step: int) -> None:
-        place = f"{self.directory}/events.jsonl: step {step}"
+        place = f"{self.directory / LOG}: step {step}"
         hashes = self.steps.get(step, {})
         if step and self.metrics.get(step) and metrics_digest(self.metrics[step]) != hashes.get("metrics"):
             raise Different(f"{place}: the metrics are not those of its hash")
@@ -148,7 +156,7 @@ class Evidence:
         is not there and not needed."""
         recipe = self.directory / "recipe.toml"
         if not self.starts:
-            raise Missing(f"{self.directory}/events.jsonl has no hash of the recipe")
+            raise Missing(f"{self.directory / LOG} has no hash of the recipe")
         if sha256(recipe) != self.starts[max(self.starts)]["recipe"]:
             raise Different(f"{recipe} is not the recipe that the run was trained with")
         absent = self._check_dump()

@@ -8,6 +8,7 @@ byte.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.config import RlRecipe
-from plaudit.config.reward import RlRewardTable, RuleTable
+from plaudit.config.reward import JudgeTable, RlRewardTable, RuleTable
 from plaudit.errors import ModelError, PlauditError
 from plaudit.events import EventLog, Kind, finite
 from plaudit.metrics import of_machine
 from plaudit.models.digest import difference
-from plaudit.records import Batch, Item, Prompt, Sample, Score
+from plaudit.records import Batch, Item, Prompt, Sample, Score, StepScores
 from plaudit.reward.reward import Result
 from plaudit.rl.evidence import Different, Evidence
 from plaudit.rl.follower import NoViewer
@@ -33,6 +34,7 @@ from plaudit.train.run.proof import PARTS, WORDS
 from plaudit.train.run.run import Run
 
 _CHECKPOINT_FILES = (STATE, "manifest.json")  # compared by value, and by what it lists
+CLOSE = 1e-4  # of scores of models, whose last bits depend on the batch
 _MACHINE = {"seconds", "samples_per_second", "peak_bytes"}  # of state.json and summary.json
 
 
@@ -41,7 +43,7 @@ class TargetReached(Exception):
 
 
 def unscorable(recipe: RlRecipe) -> str | None:
-    """Why rewards or truth cannot be computed again to the bit; None if they can."""
+    """Why rewards or truth cannot be computed again; None if they can."""
     for of, table in (("reward", recipe.reward), ("truth", recipe.truth)):
         if table is not None and (why := _unscorable(table)) is not None:
             return f"{of}: {why}"
@@ -51,16 +53,19 @@ def unscorable(recipe: RlRecipe) -> str | None:
 def _unscorable(table: RlRewardTable) -> str | None:
     if table.url is not None:
         return f"a server computed it, {table.url if isinstance(table.url, str) else table.url[0]}"
-    for each in table.tables().values():
-        if not isinstance(each, RuleTable):
-            return (
-                "a model computed it, whose last bits depend on the batch" if isinstance(each, Mapping) else "a judge"
-            )
-    try:
-        local_reward(table).close()
-    except PlauditError as error:
-        return str(error)
+    if any(isinstance(each, JudgeTable) for each in table.tables().values()):
+        return "a judge computed it"
+    if by_rules(table):
+        try:
+            local_reward(table).close()
+        except PlauditError as error:
+            return str(error)
     return None
+
+
+def by_rules(table: RlRewardTable | None) -> bool:
+    """Whether scores are equal to the bit when they are computed again: those of models depend on the batch."""
+    return table is None or (table.url is None and all(isinstance(each, RuleTable) for each in table.tables().values()))
 
 
 class Recomputation:
@@ -74,7 +79,8 @@ class Recomputation:
         self.first = 1 if start is None else start.step + 1
         self.finishes = evidence.finished and target == evidence.last
         self.recorded = unscorable(recipe) if evidence.dump.steps() else None
-        """Why rewards are read from the dump; None if they are computed again."""
+        """Why rewards are only read from the dump; None if they are computed again."""
+        self.exact = by_rules(recipe.reward) and by_rules(recipe.truth)
         self.checkpoints: list[str] = []
         """Names of the checkpoints that were computed again."""
         self.log: Remembering
@@ -86,7 +92,9 @@ class Recomputation:
             run.events.close()
             run.events = self.log = Remembering(self.out)
             run.resume, run.checkpoints = self.start is not None, ComparedCheckpoints(self)
-            reward = None if self.recorded is None else RecordedRewards(recipe, self.evidence.dump, self.first)
+            reward = None
+            if self.recorded is not None or (not by_rules(recipe.reward) and self.evidence.dump.steps()):
+                reward = RecordedRewards(recipe, self.evidence.dump, self.first, again=self.recorded is None)
             training = _Training(recipe, run, Comparing(self, reward), reward=reward)
             training.evaluates = self.recorded is None
             if self.recorded is not None:
@@ -151,13 +159,14 @@ class Recomputation:
             return
         begin = 0 if self.start is None else self.first
         for step in range(begin, self.target + 1 if self.finishes else self.target):
-            _compare_metrics(step, self.evidence.heldout.get(step, {}), self.log.heldout.get(step, {}))
+            then, now = self.evidence.heldout.get(step, {}), self.log.heldout.get(step, {})
+            _compare_metrics(step, then, now, 0.0 if self.exact else CLOSE)
 
     def compare_checkpoint(self, name: str) -> None:
         then, now = self.evidence.checkpoints.directory / name, self.out / "checkpoints" / name
         self._compare(then, now, _CHECKPOINT_FILES)
         old, new = (json.loads((each / STATE).read_text()) for each in (then, now))
-        for key in sorted({*old, *new} - _MACHINE - ({"before"} if self.recorded else set())):
+        for key in sorted({*old, *new} - _MACHINE - (set() if self.exact and not self.recorded else {"before"})):
             if old.get(key) != new.get(key):
                 raise Different(f"{then / STATE}: {key} is not the recomputed one")
         self.checkpoints.append(name)
@@ -176,7 +185,7 @@ class Recomputation:
         for key in sorted({*then, *now} - _MACHINE):
             if self.recorded is not None and key.endswith(("_before", "_after")):
                 continue
-            if then.get(key) != now.get(key):
+            if not _equal(then.get(key), now.get(key), 0.0 if self.exact else CLOSE):
                 raise Different(f"{path}: {key} is {then.get(key)!r}, recomputed {now.get(key)!r}")
 
 
@@ -260,12 +269,14 @@ class ComparedCheckpoints(Checkpoints):
 
 
 class RecordedRewards:
-    """The run's recorded rewards. A sample that is not in its dump is scored again."""
+    """The run's recorded rewards. `again`: they are also computed again, and must be close to the recorded ones. A
+    sample that is not in its dump is always scored again."""
 
-    def __init__(self, recipe: RlRecipe, dump: Dump, step: int) -> None:
+    def __init__(self, recipe: RlRecipe, dump: Dump, step: int, *, again: bool) -> None:
         self.recipe = recipe
         self.dump = dump
         self.step = step
+        self.again = again
         self._known: dict[tuple[str, str], Sample] = {}
         self._read = 0
         self._scorer: Scorer | None = None
@@ -276,15 +287,25 @@ class RecordedRewards:
             samples = self.dump.read(self.step)[0] if self.step in self.dump.steps() else ()
             self._known = {(_prompt_key(sample.extra), sample.text): sample for sample in samples}
         recorded = [self._known.get((_item_key(item), str(item.response))) for item in items]
-        again = iter(self._score_again([item for item, sample in zip(items, recorded, strict=True) if sample is None]))
+        asked = [i for i, sample in enumerate(recorded) if self.again or sample is None]
+        computed = dict(zip(asked, self._score_again([items[i] for i in asked]), strict=True))
         return [
-            next(again) if sample is None else Score(sample.reward, error=sample.error, version="recorded")
-            for sample in recorded
+            computed[i] if sample is None else self._checked(sample, computed.get(i))
+            for i, sample in enumerate(recorded)
         ]
 
     def close(self) -> None:
         if self._scorer is not None:
             self._scorer.close()
+
+    def _checked(self, sample: Sample, computed: Result | None) -> Result:
+        if computed is not None:
+            value = computed.aggregate if isinstance(computed, StepScores) else computed.value
+            if not _equal(sample.reward, value, CLOSE):
+                raise Different(
+                    f"{self.dump.path(self.step)}: a sample has the reward {sample.reward}, computed again {value}"
+                )
+        return Score(sample.reward, error=sample.error, version="recorded")
 
     def _score_again(self, items: Sequence[Item]) -> Sequence[Result]:
         if not items:
@@ -314,10 +335,17 @@ class Comparing(NoViewer):
             self.reward.step = step + 1
 
 
-def _compare_metrics(step: int, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _compare_metrics(step: int, then: Mapping[str, Any], now: Mapping[str, Any], close: float = 0.0) -> None:
     for name in {**then, **now}:
-        if not of_machine(name) and then.get(name) != now.get(name):
+        if not of_machine(name) and not _equal(then.get(name), now.get(name), close):
             raise Different(f"step {step}: {name} was {then.get(name)!r} and is now {now.get(name)!r}")
+
+
+def _equal(then: Any, now: Any, close: float) -> bool:
+    """`close`: the largest relative difference of two numbers."""
+    if close and isinstance(then, int | float) and isinstance(now, int | float):
+        return math.isclose(then, now, rel_tol=close, abs_tol=close)
+    return bool(then == now)
 
 
 def _compare_dumps(then: Dump, now: Dump, step: int) -> None:

@@ -18,7 +18,7 @@ from plaudit.models import resolve
 from plaudit.models.digest import tensors_digest
 from plaudit.output import write_atomically
 from plaudit.rl.evidence import Different, Evidence, Missing, parts_of
-from plaudit.rl.recomputation import Recomputation
+from plaudit.rl.recomputation import CLOSE, Recomputation
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.manifest import first_change, read_manifest
 
@@ -128,7 +128,8 @@ def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Verdic
     made = [*parts_of(evidence.steps[target]), f"{work.numbers} numbers"]
     made += [f"checkpoint {name}" for name in work.checkpoints]
     if any(step in evidence.dump.steps() for step in range(first, target + 1)):
-        made.append("dumps" if work.recorded is None else "dumps but for rewards")
+        close = "" if work.exact else f", rewards to {CLOSE:g}, as models compute them"
+        made.append(f"dumps{close}" if work.recorded is None else "dumps but for rewards")
     if work.finishes:
         layouts = ["adapter"] if (evidence.directory / "final" / "adapter").is_dir() else []
         made.append(f"final/ ({', '.join(['weights', *layouts, 'config', 'tokenizer and template'])})")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.events import EventLog, finite, read_events
+from plaudit.events import LOG, EventLog, finite, read_valid
 from plaudit.metrics import of_machine
 from plaudit.records import Sample
 from plaudit.train.run.checksum import Checksum
@@ -58,7 +58,8 @@ def linked(before: str, step: int, hashes: Mapping[str, str]) -> str:
 
 def chain_of(directory: Path) -> str:
     """The end of the chain in a run's log; "" without one."""
-    chains = [event["hashes"].get("chain", "") for event in read_events(directory) if event["kind"] == "proof"]
+    events = read_valid(directory / LOG)
+    chains = [event["hashes"].get("chain", "") for event in events if event["kind"] == "proof"]
     return chains[-1] if chains else ""
 
 
