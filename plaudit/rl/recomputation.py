@@ -95,7 +95,8 @@ class Recomputation:
             reward = None
             if self.recorded is not None or (not by_rules(recipe.reward) and self.evidence.dump.steps()):
                 reward = RecordedRewards(recipe, self.evidence.dump, self.first, again=self.recorded is None)
-            training = _Training(recipe, run, Comparing(self, reward), reward=reward)
+            viewer = Comparing(self, reward)
+            viewer.training = training = _Training(recipe, run, viewer, reward=reward)
             training.evaluates = self.recorded is None
             if self.recorded is not None:
                 training.before = training.before or {"length": 1.0}
@@ -325,6 +326,8 @@ class RecordedRewards:
 class Comparing(NoViewer):
     """Compares each step when it is done."""
 
+    training: RlTraining
+
     def __init__(self, work: Recomputation, reward: RecordedRewards | None) -> None:
         self.work = work
         self.reward = reward
@@ -333,6 +336,8 @@ class Comparing(NoViewer):
         self.work.compare_step(step)
         if self.reward is not None:
             self.reward.step = step + 1
+        if step % self.work.recipe.train.checkpoint.every:  # the run has one if it was stopped here
+            self.training.save_checkpoint()
 
 
 def _compare_metrics(step: int, then: Mapping[str, Any], now: Mapping[str, Any], close: float = 0.0) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 
 from plaudit.config import load_recipe, to_toml
 from plaudit.core import Engine
+from plaudit.errors import RunError
 from plaudit.models import resolve
 from plaudit.models.digest import tensors_digest
 from plaudit.rl.loop import RlTraining
+from plaudit.train.rollouts.scorer import RewardFailed
 from plaudit.train.run.proof import weights_digest
 from plaudit.train.run.run import Run
 from tests.command import plaudit_here
@@ -191,6 +194,67 @@ def test_a_resumed_and_extended_run_is_verified(tmp_path: Path) -> None:
     for option in ([], ["--from-start"]):
         done = plaudit_here("verify", str(run), *option)
         assert done.returncode == 0, done.stdout
+
+
+class Crashing(Silent):
+    """Ends the process, as far as the run can tell, after a step."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.at = at
+        self.error = error
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            raise self.error
+
+
+@pytest.mark.slow
+def test_a_crashed_and_resumed_run_is_verified(tmp_path: Path) -> None:
+    """Its log has steps that were repeated."""
+    train = {"steps": 4, "eval_every": 1, "checkpoint": {"every": 2}, "dump": True}
+    tree = recipe(train=train, model={"path": "sums-policy", "lora": {"rank": 2}})
+    with pytest.raises(ZeroDivisionError), Run(tmp_path / "run", tree) as run:
+        RlTraining(tree, run, Crashing(3, ZeroDivisionError)).fit()
+    with Run(tmp_path / "run", tree, resume=True) as run:
+        RlTraining(tree, run, Silent()).fit()
+    log = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert sum(event["kind"] == "proof" and event["step"] == 3 and "samples" in event["hashes"] for event in log) == 2
+    for option in ([], ["--from-start"]):
+        done = plaudit_here("verify", str(tmp_path / "run"), *option)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_a_stopped_run_is_recomputed_too(tmp_path: Path) -> None:
+    """It is at a step at which the recipe saves none."""
+    tree = recipe(train={"steps": 4, "checkpoint": {"every": 2}})
+    with Run(tmp_path / "run", tree) as run:
+        training = RlTraining(tree, run, Silent())
+        training.rollouts = Failing(training.rollouts, 3)
+        with pytest.raises(RunError, match="--resume continues"):
+            training.fit()
+    with Run(tmp_path / "run", tree, resume=True) as run:
+        RlTraining(tree, run, Silent()).fit()
+    done = plaudit_here("verify", str(tmp_path / "run"), "--from-start")
+    assert done.returncode == 0, done.stdout
+    assert "checkpoint step-000003, checkpoint step-000004, final/" in done.stdout
+
+
+class Failing:
+    """Rollouts whose reward fails at a step."""
+
+    def __init__(self, rollouts: Any, at: int) -> None:
+        self.rollouts = rollouts
+        self.at = at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollouts, name)
+
+    def next(self, step: int, version: int) -> Any:
+        if step == self.at:
+            raise RewardFailed("no reward")
+        return self.rollouts.next(step, version)
 
 
 @pytest.mark.slow
