@@ -69,7 +69,7 @@ def figures(directory: Path) -> dict[str, Any]:
     for event in read_events(directory):
         if event["kind"] == "metric" and "time/step" in event["values"]:
             steps.append(event["values"])
-        if event["kind"] == "proof":
+        if event["kind"] == "proof" and "weights" in event["hashes"]:
             weights = event["hashes"]["weights"]
     apart = [step["mismatch/abs_max"] for step in steps]
     late = steps[len(steps) // 2 :]  # the first steps compile kernels

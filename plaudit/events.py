@@ -6,7 +6,7 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
     metric  values: {name: number}              span    name, seconds
     memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
     note    text, ...                           plan    task, algorithm, steps, clip_norm, memory: {phase: ...}
-    proof   hashes: {samples, logprobs, rewards, weights, by: versions and hardware}
+    proof   hashes: {name: hash}, chained (train/run/proof.py)
 
 For a phase's memory, `bytes` are those at its peak, by owner; `start` and `end` are the differences at its start and
 end, `taken` the device's own counters (start, end, peak), `capacity` the device's memory.
@@ -32,6 +32,7 @@ from plaudit.errors import StorageError
 Kind = Literal["metric", "span", "memory", "sample", "note", "plan", "proof"]
 Event = dict[str, Any]
 
+LOG = "events.jsonl"  # of the process that trains
 START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"
 VERIFIED = "verified.json"  # beside the log: the last result of `plaudit verify`
 
@@ -40,7 +41,7 @@ class EventLog:
     """The writer: one per process and file."""
 
     def __init__(self, directory: Path, role: str = "main", rank: int = 0) -> None:
-        self.path = directory / ("events.jsonl" if role == "main" else f"events-{role}-{rank}.jsonl")
+        self.path = directory / (LOG if role == "main" else f"events-{role}-{rank}.jsonl")
         self._common: Event = {} if role == "main" else {"role": role, "rank": rank}
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._end_torn_line()
@@ -53,7 +54,7 @@ class EventLog:
             event["step"] = step
         if version is not None:
             event["version"] = version
-        line = json.dumps(_finite({**event, **fields}), ensure_ascii=False, separators=(",", ":")) + "\n"
+        line = json.dumps(finite({**event, **fields}), ensure_ascii=False, separators=(",", ":")) + "\n"
         data = line.encode("utf-8", errors="backslashreplace")
         try:
             written = os.write(self._file, data)
@@ -97,14 +98,14 @@ def _last_newline(file: int, size: int) -> int:
     return 0
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are written as strings, which `float()` converts back."""
+def finite(value: Any) -> Any:
+    """The value as a log stores it. JSON has no NaN or infinity: they are strings, which `float()` converts back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -118,15 +119,18 @@ def read_lines(path: Path) -> Iterator[Event]:
 
 def read_events(directory: Path) -> list[Event]:
     """The valid events of a run: all writers merged by time, without voided attempts."""
-    events: list[Event] = []
-    for path in sorted(directory.glob("events*.jsonl")):
-        kept: list[Event] = []
-        wall = 0.0
-        for event in read_lines(path):
-            if event["kind"] == "note" and event["text"] == START:
-                wall = float(event["wall"])
-            if event["kind"] == "note" and event["text"] == RESUME:
-                kept = [old for old in kept if old.get("step", 0) <= event["step"]]
-            kept.append({**event, "wall": wall + float(event["t"])})
-        events += kept
+    events = [event for path in sorted(directory.glob("events*.jsonl")) for event in read_valid(path)]
     return sorted(events, key=lambda event: float(event["wall"]))
+
+
+def read_valid(path: Path) -> list[Event]:
+    """The valid events of one file, in its order, with the time of each as `wall`."""
+    kept: list[Event] = []
+    wall = 0.0
+    for event in read_lines(path):
+        if event["kind"] == "note" and event["text"] == START:
+            wall = float(event["wall"])
+        if event["kind"] == "note" and event["text"] == RESUME:
+            kept = [old for old in kept if old.get("step", 0) <= event["step"]]
+        kept.append({**event, "wall": wall + float(event["t"])})
+    return kept

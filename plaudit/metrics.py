@@ -215,3 +215,8 @@ def _described(name: str) -> bool:
 
 def _fits(entry: list[str], parts: list[str]) -> bool:
     return len(entry) == len(parts) and all(a == b or a.isupper() for a, b in zip(entry, parts, strict=True))
+
+
+def of_machine(name: str) -> bool:
+    """Whether a metric depends on the machine's speed, memory and failures, and not on what the run computes."""
+    return name.startswith(("time/", "perf/", "publish/")) or name == "rollout/restarts"

@@ -212,20 +212,35 @@ def _replay(run: Path, out: Path) -> None:
 
 @app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(help="An RL run's directory.")],
-    step: Annotated[int | None, typer.Option(help="The last step to repeat. Default: the run's last.")] = None,
+    run: Annotated[Path, typer.Argument(help="An RL run's directory; with --manifest also a copy of its final model.")],
+    step: Annotated[int | None, typer.Option(help="The last step to recompute. Default: the run's last.")] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Recompute all steps, not only those since the last checkpoint.")
+    ] = False,
+    manifest: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Recompute nothing: compare files with a run's manifest.json.")
+    ] = None,
 ) -> None:
-    """Repeat steps of a run from the checkpoint before them, and compare the results bit by bit with its log."""
+    """Recompute steps of a run, and compare its log, checkpoints and final model with them, bit by bit. Exit status:
+    0 equal; 1 different, damaged or missing; 2 intact, but not all of it was recomputed."""
     from tempfile import TemporaryDirectory
 
-    from plaudit.rl.verify import keep
+    from plaudit.errors import ConfigError
+    from plaudit.rl.verify import check_delivered, keep
     from plaudit.rl.verify import verify as run_verify
 
-    with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
-        verdict = run_verify(run, Path(scratch), step)
-    keep(verdict, run)
+    if manifest is not None:
+        if from_start or step is not None:
+            raise ConfigError("--manifest recomputes nothing: remove --from-start and --step")
+        verdict = check_delivered(run, manifest)
+    else:
+        if from_start and step is not None:
+            raise ConfigError("--from-start recomputes all steps: remove --step")
+        with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
+            verdict = run_verify(run, Path(scratch), step, from_start)
+        keep(verdict, run)
     typer.echo(f"{run.name}: {verdict.text}")
-    raise typer.Exit(0 if verdict.equal else 1)
+    raise typer.Exit(verdict.code)
 
 
 @app.command("pairs")

@@ -13,7 +13,7 @@ from plaudit.report.curve import Curve
 
 def proof(events: Sequence[Event], apart: Curve | None) -> str:
     """The evidence as text; "" for a run without hashes. `apart` is the largest mismatch of each step."""
-    hashed = [event for event in events if event["kind"] == "proof"]
+    hashed = [event for event in events if event["kind"] == "proof" and "weights" in event["hashes"]]
     if not hashed:
         return ""
     last = hashed[-1]

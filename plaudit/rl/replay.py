@@ -13,13 +13,12 @@ from plaudit.config.recipe import parse_recipe
 from plaudit.config.table import read_toml
 from plaudit.errors import RunError
 from plaudit.events import read_events
+from plaudit.metrics import of_machine
 from plaudit.rl.follower import Viewer
 from plaudit.rl.loop import RlTraining
 from plaudit.train.rollouts.dump import Dump, DumpEnded
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.run import Run
-
-TIMING_METRICS = ("time/", "perf/")  # durations differ between runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def metrics_by_step(run: Path) -> dict[int, dict[str, Any]]:
     for event in read_events(run):
         if event["kind"] == "metric":
             values: Mapping[str, Any] = event["values"]
-            kept = {name: value for name, value in values.items() if not name.startswith(TIMING_METRICS)}
+            kept = {name: value for name, value in values.items() if not of_machine(name)}
             by_step.setdefault(event.get("step", 0), {}).update(kept)
     return by_step
 

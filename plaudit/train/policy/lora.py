@@ -5,6 +5,7 @@ The module stays the transformers model it is, so the engine and the learner run
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from plaudit.config.supervised import EXPERT_LAYERS, LoraTable
 from plaudit.errors import ConfigError
 from plaudit.models.fresh import seeded
+from plaudit.output import write_atomically
 
 NAME = "policy"
+SETS = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters")
 
 
 def attach(module: Any, table: LoraTable, seed: int) -> None:
@@ -87,6 +90,11 @@ def save_adapter(module: Any, base: str, directory: Path) -> None:
     """Save in peft's format: `PeftModel.from_pretrained(base, directory)` loads the policy."""
     module.peft_config[NAME].base_model_name_or_path = base
     module.save_pretrained(directory)
+    path = directory / "adapter_config.json"
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    # peft stores sets, whose order differs between processes.
+    tree = {key: sorted(value) if key in SETS and isinstance(value, list) else value for key, value in tree.items()}
+    write_atomically(path, json.dumps(tree, indent=2, sort_keys=True))
 
 
 def load_adapter(module: nn.Module, tensors: dict[str, Tensor]) -> None:

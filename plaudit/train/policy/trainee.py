@@ -20,6 +20,7 @@ from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharded_optimizer import new_optimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
+from plaudit.train.policy.critic import LocalCritic
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.remote_critic import RemoteCritic
 from plaudit.train.policy.rl_learner import RlLearner
@@ -90,6 +91,11 @@ class Trainee:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def critic_module(self) -> nn.Module | None:
+        """What is trained in this process to predict values: a model, or a head on the policy's trunk."""
+        return self.critic.model if isinstance(self.critic, LocalCritic) else self.policy.value_head
 
     def make_whole(self) -> dict[str, float]:
         """Update the whole policy from the shards, one weight at a time; return metrics of the transfer."""

@@ -9,6 +9,7 @@ A file is complete or absent. Numbers are restored bit for bit.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -60,20 +61,22 @@ class Dump:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}.jsonl"
 
-    def write(self, step: int, batch: Batch, drawn: int) -> None:
-        """`step` counts from 1."""
+    def write(self, step: int, batch: Batch, drawn: int) -> str:
+        """Write the samples of a step, which counts from 1, and return the SHA-256 of the file."""
         # A truth that JSON cannot represent, such as a date of a parquet file, is written as text.
         lines = [
             json.dumps({"drawn": drawn, "metrics": batch.metrics, **as_plain(sample)}, ensure_ascii=False, default=str)
             for sample in batch.samples
         ]
+        text = "\n".join(lines) + "\n"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path(step), "\n".join(lines) + "\n")
+            write_atomically(self.path(step), text)
         except OSError as error:
             raise StorageError(
                 f"cannot write {self.path(step)}: {error.strerror}; free disk space, then --resume"
             ) from error
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, step: int) -> tuple[tuple[Sample, ...], int]:
         """Return the samples and `drawn`."""

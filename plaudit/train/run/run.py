@@ -1,7 +1,8 @@
 """A run directory: one writer at a time, its recipe, events, checkpoints and summary.
 
 runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dump)  preferences/ (what they are
-              computed from)  final/ (the trained model)  summary.json  lock
+              computed from)  final/ (the trained model)  summary.json  manifest.json (what was
+              delivered)  lock
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any, Self
 
 from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
 from plaudit.errors import RunError
-from plaudit.events import CHANGED, RESUME, EventLog, read_lines
+from plaudit.events import CHANGED, RESUME, VERIFIED, EventLog, read_lines
 from plaudit.output import write_atomically
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.run_lock import locked
 
+FIGURES = ("summary.json", "manifest.json", VERIFIED)
 # Keys that affect where a run executes, its duration and its logging, but no trained weights.
 MAY_CHANGE_ON_RESUME = (
     "train.steps", "train.eval_every", "train.eval_samples", "train.checkpoint", "train.dump", "train.show",
@@ -90,7 +92,7 @@ class Run:
         if self.fresh or not self._begun():
             for name in ("checkpoints", "final", "rollouts", "preferences"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-            for path in (stored, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
+            for path in (stored, *(self.directory / name for name in FIGURES), *self.directory.glob("events*.jsonl")):
                 path.unlink(missing_ok=True)
         if not stored.exists():
             write_atomically(stored, to_toml(self.recipe))
