@@ -147,10 +147,11 @@ class RuleTable(Table):
     sandbox: bool | None = None
     """Run without access to the network, files, other processes and the environment. Default: true, except for a
     function in training, which is the user's own code."""
-    fork: Literal["response", "batch", "never"] = "response"
+    fork: Literal["response", "batch", "never"] | None = None
     """function: which calls share a process, forked from one that has loaded the function. response: none; batch: up to
     64 responses of one request, 20 times as fast; never: all, which also keep the function's state. Code of a response
-    that the function executes can change the scores of others in its process."""
+    that the function executes can change the scores of others in its process. Default: response in the sandbox, batch
+    without it."""
     tasks: tuple[str, ...] | None = None
     """gym: tasks that an item may name; "*" means all. Required on a server; elsewhere the default is all."""
 
@@ -160,7 +161,7 @@ class RuleTable(Table):
         for key in ("pattern", "function"):
             if (getattr(self, key) is not None) != (key == needed):
                 raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "does not take"} {key}')
-        if self.fork != "response" and self.rule != "function":
+        if self.fork is not None and self.rule != "function":
             raise ValueError(f'rule = "{self.rule}" does not take fork, which is for function: remove it')
         if self.tasks is not None and self.rule != "gym":
             raise ValueError(f'rule = "{self.rule}" does not take tasks, which are for gym: remove them')

@@ -113,7 +113,7 @@ def check(reward: RuleReward, code: str) -> None:
 @pytest.mark.parametrize("sandbox", [True, False])
 def test_code_of_a_response_changes_no_other_score(tmp_path: Path, sandbox: bool) -> None:
     attacks = ATTACKS if sandbox else {**ATTACKS, **WITH_PROCESSES}
-    with rule(tmp_path, sandbox=sandbox, timeout=20.0) as reward:
+    with rule(tmp_path, sandbox=sandbox, fork="response", timeout=20.0) as reward:
         for name, code in attacks.items():
             try:
                 check(reward, code)
@@ -130,7 +130,7 @@ def test_surplus_output_is_an_error_even_of_the_last_response(tmp_path: Path) ->
 
 def test_a_group_functions_calls_are_isolated_from_each_other(tmp_path: Path) -> None:
     code = f"code: {ATTACKS['the program']}; {ATTACKS['builtins']}"
-    with rule(tmp_path, "runs") as reward:
+    with rule(tmp_path, "runs", fork="response") as reward:
         items = [Item(prompt="q", response=each, group=group) for group in range(3) for each in ("fine", code)]
         assert {items[at].group for at, each in enumerate(reward.score(items)) if each.error is None} <= {0, 1, 2}
         assert scores(reward, *FINE, group=0) == [4.0, 7.0]
@@ -168,6 +168,9 @@ def test_fork_says_how_long_a_functions_state_is_kept(tmp_path: Path) -> None:
         "batch": [[1.0, 2.0, 3.0]] * 2,
         "never": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]],
     }
+    for sandbox, usual in ((True, "response"), (False, "batch")):
+        with rule(tmp_path, sandbox=sandbox) as reward:
+            assert [scores(reward, *["count"] * 3) for _ in range(2)] == counted[usual]
     with pytest.raises(ConfigError, match='rule = "exact" does not take fork'):
         parse_reward({"kind": "rule", "rule": "exact", "fork": "never"}, "test")
 

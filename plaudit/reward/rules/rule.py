@@ -47,13 +47,15 @@ class RuleReward:
     """
 
     def __init__(self, table: RuleTable, exposed: bool = False) -> None:
-        self.table = table
         if exposed and table.rule == "gym" and table.tasks is None:
             raise ConfigError(
                 'rule = "gym" on a server needs tasks = ["chain_sum", ...], the tasks whose items it scores; with '
                 '["*"] the client chooses the task'
             )
         sandboxed = table.sandbox if table.sandbox is not None else exposed or table.rule != "function"
+        if table.fork is None:  # whoever sandboxes a function expects that it executes what it reads
+            table = table.model_copy(update={"fork": "response" if sandboxed else "batch"})
+        self.table = table
         if not sandboxed and (exposed or table.rule != "function"):
             print(
                 f"plaudit: WARNING: sandbox = false: the rule {table.function or table.rule!r} reads untrusted text "
