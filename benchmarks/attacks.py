@@ -1,11 +1,12 @@
 """The effect on a neighbour and a health probe while a client sends the most expensive requests that the limits allow.
 
-    python benchmarks/attacks.py [SECONDS]
+    python benchmarks/attacks.py [SECONDS] [NAME]
 
-Starts `plaudit serve` on this machine with two API keys. For each attack a process repeats its request on four
-connections with one key; meanwhile `/health/live` is probed every 20 ms and the other key scores one text after
-another. Reports p50 and p99 of the probe and the neighbour's median latency for each attack, and the same without an
-attack. Writes benchmarks/results/attacks.json.
+Starts `plaudit serve` on this machine with two API keys. For each attack, or those whose name begins with NAME, a
+process repeats its request with one key on four connections (gRPC: on 20, with and without a key; `GET /docs`: on 60
+that never read); meanwhile `/health/live` is probed every 20 ms and the other key scores one text after another.
+Reports p50 and p99 of the probe and the neighbour's median latency for each attack, and the same without an attack.
+Writes benchmarks/results/attacks.json if all are run.
 """
 
 from __future__ import annotations
@@ -71,20 +72,58 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     ),
 }  # fmt: skip
 
+GRPC_CALLS, GRPC_BYTES = 20, 60 << 20
+UNREAD_CONNECTIONS, UNREAD_REQUESTS = 60, 2000
+
+
+def grpc_raw() -> bytes:
+    return b"\x3a" + varint(GRPC_BYTES) + b"a" * GRPC_BYTES  # raw_input_contents
+
+
+def grpc_empty() -> bytes:
+    return b"\x2a\x00" * (GRPC_BYTES // 2)  # 31 million inputs
+
+
+def grpc_typed() -> bytes:
+    numbers = b"\x1a" + varint(GRPC_BYTES) + b"\x05" * GRPC_BYTES  # int64_contents
+    tensor = b"\x12\x05INT64\x2a" + varint(len(numbers)) + numbers
+    return b"\x2a" + varint(len(tensor)) + tensor
+
+
+def varint(number: int) -> bytes:
+    digits = bytearray()
+    while number > 127:
+        digits.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*digits, number])
+
+
+# name -> the message, and whether its calls have a key
+GRPC_ATTACKS: dict[str, tuple[Callable[[], bytes], bool]] = {
+    f"gRPC, {what}{'' if key else ', no key'}": (message, key)
+    for what, message in (("60 MB raw", grpc_raw), ("60 MB typed", grpc_typed), ("60 MB of empty inputs", grpc_empty))
+    for key in (False, True)
+}
+UNREAD = "GET /docs, pipelined and never read"
+
 
 @contextmanager
-def server() -> Iterator[str]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+def server() -> Iterator[tuple[str, int]]:
+    """Yields the URL and the gRPC port."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            ports.append(sock.getsockname()[1])
+    port = ports[0]
     words = ["serve", "--port", str(port), "--model", "sums", "--api-key", f"hostile={HOSTILE}"]
-    words += ["--api-key", f"neighbour={NEIGHBOUR}"]
+    words += ["--api-key", f"neighbour={NEIGHBOUR}", "--grpc-port", str(ports[1])]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([sys.executable, "-m", "plaudit", *words], stdout=log, stderr=log, cwd=ROOT)
         try:
             url = f"http://127.0.0.1:{port}"
             wait_ready(url)
-            yield url
+            yield url, ports[1]
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
@@ -124,6 +163,49 @@ def attack(url: str, name: str, replies: Any) -> None:
     asyncio.run(all_of_them())
 
 
+def attack_grpc(port: int, name: str, replies: Any) -> None:
+    import grpc
+
+    make, key = GRPC_ATTACKS[name]
+    message = make()
+    metadata = [("authorization", f"Bearer {HOSTILE}")] if key else []
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+
+    async def one() -> None:
+        while True:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                try:
+                    await call(message, metadata=metadata)
+                except grpc.aio.AioRpcError as error:
+                    replies.put(error.code().name)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(GRPC_CALLS)))
+
+    asyncio.run(all_of_them())
+
+
+def attack_unread(url: str, replies: Any) -> None:
+    requests = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * UNREAD_REQUESTS
+    port = int(url.rpartition(":")[2])
+
+    async def one() -> None:
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+                writer.write(requests)
+                replies.put("sent")
+                await asyncio.wait_for(writer.wait_closed(), 10)
+            except (OSError, TimeoutError):
+                await asyncio.sleep(0.1)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(UNREAD_CONNECTIONS)))
+
+    asyncio.run(all_of_them())
+
+
 async def measure(url: str, seconds: float) -> dict[str, float]:
     end = time.monotonic() + seconds
     probes: list[float] = []
@@ -156,13 +238,21 @@ async def measure(url: str, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 15.0
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
     spawn = multiprocessing.get_context("spawn")
-    with server() as url:
+    with server() as (url, grpc_port):
         asyncio.run(measure(url, 3.0))  # warm-up
         rows: dict[str, Any] = {"none": asyncio.run(measure(url, seconds))}
-        for name in ATTACKS:
+        for name in (*ATTACKS, *GRPC_ATTACKS, UNREAD):
+            if not name.startswith(only):
+                continue
             replies = spawn.Queue()
-            hostile = spawn.Process(target=attack, args=(url, name, replies))
+            if name in ATTACKS:
+                hostile = spawn.Process(target=attack, args=(url, name, replies))
+            elif name in GRPC_ATTACKS:
+                hostile = spawn.Process(target=attack_grpc, args=(grpc_port, name, replies))
+            else:
+                hostile = spawn.Process(target=attack_unread, args=(url, replies))
             hostile.start()
             replies.get(timeout=300)  # the attack is running: one of its requests has been answered
             row = asyncio.run(measure(url, seconds))
@@ -171,6 +261,8 @@ def main() -> None:
             rows[name] = row
             print(name, row, flush=True)
             time.sleep(3.0)
+    if only:
+        return
     base = rows["none"]["neighbour_p50_ms"]
     result = {
         **stamp(__file__, processor(), {}), "seconds": seconds, "connections": CONNECTIONS,

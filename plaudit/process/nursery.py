@@ -173,7 +173,10 @@ class _Forker:
                     self.reap()
                     continue
                 caller = self.callers[fd]
-                data, fds, _, _ = socket.recv_fds(caller, MOST_BYTES, 4)
+                try:
+                    data, fds, _, _ = socket.recv_fds(caller, MOST_BYTES, 4)
+                except ConnectionResetError:  # it exited before it read a reply
+                    data, fds = b"", []
                 if data:
                     self.fork(caller, msgspec.msgpack.decode(data, type=ForkRequest), fds)
                 else:

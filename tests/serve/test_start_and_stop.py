@@ -34,19 +34,20 @@ def connects(port: int) -> bool:
 
 
 def test_a_loading_server_listens_at_once_and_answers_503() -> None:
-    faults = Faults()
-    faults.set("hold")  # the model does not get through its warm-up
-    tree = {"models": {"sums": {"path": "sums"}}, "listen": "start"}
-    with ServerProcess(tree, environment=faults.environment, wait=False) as server:
-        until("listening", lambda: connects(server.port))
-        assert server.http.get("/health/live").status_code == 200
-        for path in ("/health/ready", "/v2/health/ready"):
-            loading = server.http.get(path)
-            assert (loading.status_code, loading.headers["retry-after"]) == (503, "1")
-        refused = server.rewards([{"text": "1+2="}])
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json()["error"]["type"] == "not_ready"
-        faults.clear()
+    with Faults() as faults:
+        faults.set("hold")  # the model does not get through its warm-up
+        tree = {"models": {"sums": {"path": "sums"}}, "listen": "start"}
+        with ServerProcess(tree, environment=faults.environment, wait=False) as server:
+            until("listening", lambda: connects(server.port))
+            assert server.http.get("/health/live").status_code == 200
+            for path in ("/health/ready", "/v2/health/ready"):
+                loading = server.http.get(path)
+                assert (loading.status_code, loading.headers["retry-after"]) == (503, "1")
+            refused = server.rewards([{"text": "1+2="}])
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "not_ready"
+            faults.clear()
+            server.wait_ready()
 
 
 def test_a_server_that_listens_when_ready_refuses_connections_before() -> None:
