@@ -22,10 +22,13 @@ REWARD, LOSS, NORM, RATIO, STEPS = "reward", "loss", "norm", "ratio", "versions"
 
 # Metrics of an RL step.
 RL: dict[str, Metric] = {
-    "reward/mean": Metric(REWARD, "mean reward of the step's samples; with dynamic sampling of all samples drawn"),
+    "reward/mean": Metric(
+        REWARD, "mean reward of the step's samples with their turns; with dynamic sampling of all samples drawn"
+    ),
     "reward/std": Metric(REWARD, "their standard deviation"),
     "reward/min": Metric(REWARD, "the lowest"),
     "reward/max": Metric(REWARD, "the highest"),
+    "reward/rule": Metric(REWARD, "mean of what [reward] gave, without an environment's turns; only with them"),
     "reward/errors": Metric(SHARE, "of samples that could not be scored"),
     "reward/zero_std_groups": Metric(SHARE, "of groups whose rewards are all equal, which give no gradient"),
     "reward/length_correlation": Metric("-1 to 1", "of length and reward within a group, the mean over groups"),
@@ -39,10 +42,11 @@ RL: dict[str, Metric] = {
     "length/max": Metric(TOKENS, "the longest"),
     "length/prompt_mean": Metric(TOKENS, "mean length of the prompts"),
     "length/stopped_mean": Metric(TOKENS, "mean length of the responses that were not truncated"),
-    "length/truncated": Metric(SHARE, "of responses truncated at sampling.max_tokens"),
+    "length/truncated": Metric(SHARE, "of responses truncated at sampling.max_tokens, or at the end of the context"),
     "length/aborted": Metric(SHARE, "of responses that were aborted"),
     "turns/mean": Metric(COUNT, "turns of an episode with an environment"),
     "turns/reward": Metric(REWARD, "rewards of single turns from the environment, per episode"),
+    "turns/out_of_turns": Metric(SHARE, "of episodes that ended at environment.max_turns"),
     "tree/generated_tokens": Metric(TOKENS, "sampled for the step's trees of responses, shared tokens counted once"),
     "tree/discarded": Metric(SHARE, "of these, in no response: pruned branches of a search, and repeated steps"),
     "tree/prm_tokens": Metric(TOKENS, "that the process model of [search] computed, where it runs in this process"),
@@ -166,7 +170,9 @@ SUPERVISED: dict[str, Metric] = {
 
 # Held-out figures, of RL and of supervised training. Step 0 is before training.
 HELD_OUT: dict[str, Metric] = {
-    "heldout/reward": Metric(REWARD, "mean reward of held-out prompts (RL)"),
+    "heldout/reward": Metric(REWARD, "mean reward of held-out prompts, those of turns included (RL)"),
+    "heldout/reward/rule": Metric(REWARD, "what [reward] gave of it, with an environment"),
+    "heldout/turns/reward": Metric(REWARD, "what the environment gave of it"),
     "heldout/accuracy": Metric(SHARE, "of answers that are right, where the truth is known (RL)"),
     "heldout/truth": Metric(REWARD, "mean of the [truth] reward (RL)"),
     "heldout/truth_se": Metric(REWARD, "its standard error"),

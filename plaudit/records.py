@@ -50,6 +50,7 @@ class Item:
     tokens    token ids, used as they are
     truth     what a rule needs to check the response
     truncate  the side to truncate if the item is too long; without it too long is an error
+    cut       the response reached its token limit, so that nothing ends it; not for text and tokens
     columns   of the data row of the prompt, for rules that read them; not sent to servers
     group     consecutive items with the same number are responses to one prompt, for rules that score them together
     """
@@ -61,6 +62,7 @@ class Item:
     tokens: tuple[int, ...] | None = None
     truth: Any = None
     truncate: Literal["left", "right"] | None = None
+    cut: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
     group: int | None = None
 
@@ -71,6 +73,8 @@ class Item:
         if sum(given) != 1:
             forms = list(compress(("prompt", "messages", "text", "tokens"), given))
             raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
+        if self.cut and forms[0] in ("text", "tokens"):
+            raise ValueError(f"an Item with {forms[0]} is read as it is; cut is for prompt + response and messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,16 @@ class Sample:
         names = ("token_ids", "logprobs", "raw_logprobs", "versions", "mask", "token_rewards", "tempered_logprobs")
         counts = {name: len(values) for name in names if (values := getattr(self, name)) is not None}
         raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
+
+    @property
+    def turn_rewards(self) -> float:
+        """What an environment gave for single turns."""
+        return sum(self.token_rewards or (), 0.0)
+
+    @property
+    def total_reward(self) -> float | None:
+        """What the policy is trained on: the reward of the response and those of its turns; None without a reward."""
+        return None if self.reward is None else self.reward + self.turn_rewards
 
     @property
     def behaviour(self) -> tuple[float, ...]:

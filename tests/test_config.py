@@ -1,3 +1,4 @@
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from plaudit.config import NewModel, Table, differences, load_recipe, parse_recipe, to_toml
 from plaudit.config.reward import OutcomeTable
 from plaudit.config.search import load_search, parse_search
-from plaudit.config.serve import read_serve
+from plaudit.config.serve import parse_serve, read_serve
 from plaudit.config.shipped.catalog import RECIPES as RECIPES_DIR
 from plaudit.config.shipped.template import new_recipe
 from plaudit.errors import ConfigError
@@ -152,3 +153,18 @@ def test_toml_writer_round_trips_any_text_and_number(text: str, numbers: list[fl
     tree = tomllib.loads(to_toml(holder))
     assert tree["text"] == text
     assert tree["numbers"] == numbers
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": "judge", "url": "http://localhost/v1"}, "the key 'models.j.template' is missing"),
+        ({"kind": "rule", "rule": "exact", "answer": 3}, "models.j.answer = 3: input should be a valid string"),
+        ({"kind": "jugde"}, "models.j.kind = 'jugde': expected 'outcome' or "),
+        ({"kind": "judge", "template": "a", "regex": "b"}, "unknown key 'models.j.regex'"),
+    ],
+)
+def test_errors_of_served_models_are_those_of_their_kind(entry: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        parse_serve({"models": {"j": entry}}, "serve.toml")
+    assert "function" not in str(refused.value)

@@ -374,8 +374,11 @@ def test_served_reward_model_as_the_judge(tmp_path: Path) -> None:
     assert sum(request.responses for request in scripted.asked) == 8 * 4
 
 
-def test_unreadable_verdict_is_excluded_and_counted(tmp_path: Path) -> None:
-    server = Server(lambda body: reply_with("[[A]]" if body["messages"][-1]["content"].startswith("p1|") else "both!"))
+@pytest.mark.parametrize("unreadable", [("both!", "stop"), ("[[A]]", "length"), ("<think>[[A]] or", "stop")])
+def test_unreadable_verdict_is_excluded_and_counted(tmp_path: Path, unreadable: tuple[str, str]) -> None:
+    server = Server(
+        lambda body: reply_with(*(("[[A]]",) if body["messages"][-1]["content"].startswith("p1|") else unreadable))
+    )
     try:
         judge = tmp_path / "judge.toml"
         judge.write_text(COMPARISON.format(url=server.url))

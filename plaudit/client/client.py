@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -14,7 +15,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal, Self, overload
 
 import httpx
 import msgspec
@@ -24,6 +26,7 @@ from plaudit.client.items import Entry, all_items
 from plaudit.client.network import UNIX, Network, StrPath
 from plaudit.client.replicas import Replica, Replicas
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, VersionChanged
+from plaudit.records import Item, Score, StepScores
 
 DEFAULT_URL = "http://127.0.0.1:5555"
 CONNECTIONS = 64  # per server
@@ -70,6 +73,11 @@ class AsyncRewardClient:
         on_retry: OnRetry | None = None, ca_file: StrPath | None = None, client_cert: StrPath | None = None,
         hedge: float | None = None,
     ) -> None:  # fmt: skip
+        self._settings: dict[str, Any] = {
+            "urls": urls, "model": model, "api_key": api_key, "timeout": timeout, "retries": retries,
+            "transport": transport, "on_retry": on_retry, "ca_file": ca_file, "client_cert": client_cert,
+            "hedge": hedge,
+        }  # fmt: skip
         self.urls = _checked_urls(urls)
         self.model = model
         self.timeout = timeout
@@ -81,8 +89,8 @@ class AsyncRewardClient:
         self.hedge = hedge
         self._on_retry = on_retry
         self._replicas = Replicas(self.urls)
+        self._process = os.getpid()
         connections = CONNECTIONS * len(self.urls)
-        self._free = asyncio.Semaphore(connections)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             if not api_key or not api_key.isascii() or not api_key.isprintable():
@@ -90,19 +98,65 @@ class AsyncRewardClient:
             headers["Authorization"] = f"Bearer {api_key}"
         self._network = Network(self.urls, headers, connections, ca_file, client_cert, transport)
 
+    @overload
     async def score(
-        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        self, items: Item, *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Score: ...  # fmt: skip
+
+    @overload
+    async def score(
+        self, items: Item, *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> StepScores: ...  # fmt: skip
+
+    @overload
+    async def score(
+        self, items: Item, *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Result: ...  # fmt: skip
+
+    @overload
+    async def score(
+        self, items: Iterable[Entry], *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[Score]: ...  # fmt: skip
+
+    @overload
+    async def score(
+        self, items: Iterable[Entry], *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[StepScores]: ...  # fmt: skip
+
+    @overload
+    async def score(
+        self, items: Iterable[Entry], *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[Result]: ...  # fmt: skip
+
+    async def score(
+        self, items: Item | Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
         version: str | None = None,
-    ) -> list[Result]:  # fmt: skip
-        """Returns a result for every response, in order: `Score`s, or `StepScores` with `steps`. A response that the
-        server could not score has an `error`. All scores of a call have the same version: `version`, if given."""
-        requests, results = exchanges(all_items(items), Options(self.model, steps, truncate, priority))
+    ) -> Any:  # fmt: skip
+        """Returns a result for every response, in order: `Score`s, or `StepScores` with `steps`; for a single Item its
+        result. A response that the server could not score has an `error`. All scores of a call have the same version:
+        `version`, if given."""
+        if self._process != os.getpid():  # what the parent process had in progress is not in progress here
+            self._replicas, self._process = Replicas(self.urls), os.getpid()
+        entries = [items] if isinstance(items, Item) else items
+        requests, results = exchanges(all_items(entries), Options(self.model, steps, truncate, priority))
         for request, answer in zip(requests, await self._one_version(requests, version), strict=True):
             results.update(zip(request.places, answer.results, strict=True))
-        return [results[place] for place in range(len(results))]
+        ordered = [results[place] for place in range(len(results))]
+        return ordered[0] if isinstance(items, Item) else ordered
 
     async def close(self) -> None:
+        """Closes the connections of this event loop. A later call opens new ones, also in another loop."""
         await self._network.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """Copied to another process by its settings: a copy has its own connections."""
+        return partial(type(self), **self._settings), ()
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,15 +221,16 @@ class AsyncRewardClient:
 
     @asynccontextmanager
     async def _connection(self, deadline: float | None) -> AsyncIterator[None]:
+        free = await self._network.free()
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-                await self._free.acquire()
+                await free.acquire()
         except TimeoutError:
             raise _RetryableError("all connections were in use by other calls") from None
         try:
             yield
         finally:
-            self._free.release()
+            free.release()
 
     async def _hedged(self, request: Exchange, body: bytes, deadline: float | None, version: str | None) -> _Answer:
         """One attempt, and a second one in parallel if there is no answer after `hedge` seconds. The first answer
@@ -264,7 +319,8 @@ class AsyncRewardClient:
 
 
 class RewardClient:
-    """`AsyncRewardClient` for synchronous code, with the same arguments. Thread-safe."""
+    """`AsyncRewardClient` for synchronous code, with the same arguments. Thread-safe. A copy in another process
+    (pickled into a Ray actor or a spawned process, or after os.fork()) has its own thread and connections."""
 
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
@@ -278,40 +334,107 @@ class RewardClient:
         )  # fmt: skip
         self.urls = self._client.urls
         self._closed = False
-        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live(started)), name="reward-client", daemon=True
-        )
-        self._thread.start()
-        self._loop, self._stop = started.result()
+        self._thread: _LoopThread | None = None
+
+    @overload
+    def score(
+        self, items: Item, *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Score: ...  # fmt: skip
+
+    @overload
+    def score(
+        self, items: Item, *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> StepScores: ...  # fmt: skip
+
+    @overload
+    def score(
+        self, items: Item, *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Result: ...  # fmt: skip
+
+    @overload
+    def score(
+        self, items: Iterable[Entry], *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[Score]: ...  # fmt: skip
+
+    @overload
+    def score(
+        self, items: Iterable[Entry], *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[StepScores]: ...  # fmt: skip
+
+    @overload
+    def score(
+        self, items: Iterable[Entry], *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> list[Result]: ...  # fmt: skip
 
     def score(
-        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        self, items: Item | Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
         version: str | None = None,
-    ) -> list[Result]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         future = self.submit(items, steps=steps, truncate=truncate, priority=priority, version=version)
         try:
             return future.result()
         finally:
             future.cancel()  # the wait was interrupted
 
+    @overload
     def submit(
-        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        self, items: Item, *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[Score]: ...  # fmt: skip
+
+    @overload
+    def submit(
+        self, items: Item, *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[StepScores]: ...  # fmt: skip
+
+    @overload
+    def submit(
+        self, items: Item, *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[Result]: ...  # fmt: skip
+
+    @overload
+    def submit(
+        self, items: Iterable[Entry], *, steps: Literal[False] = ..., truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[list[Score]]: ...  # fmt: skip
+
+    @overload
+    def submit(
+        self, items: Iterable[Entry], *, steps: Literal[True], truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[list[StepScores]]: ...  # fmt: skip
+
+    @overload
+    def submit(
+        self, items: Iterable[Entry], *, steps: bool, truncate: Side | None = ..., priority: int = ...,
+        version: str | None = ...,
+    ) -> Future[list[Result]]: ...  # fmt: skip
+
+    def submit(
+        self, items: Item | Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
         version: str | None = None,
-    ) -> Future[list[Result]]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """The result of `score` in a future. Cancelling it cancels the requests."""
-        if self._closed:
-            raise RuntimeError("the client is closed")
-        copied = all_items(items)  # copied now: the caller may change its list while the thread works
+        thread = self._started()
+        # copied now: the caller may change its list while the thread works
+        copied = items if isinstance(items, Item) else all_items(items)
         scored = self._client.score(copied, steps=steps, truncate=truncate, priority=priority, version=version)
-        return asyncio.run_coroutine_threadsafe(scored, self._loop)
+        return asyncio.run_coroutine_threadsafe(scored, thread.loop)
 
     def close(self) -> None:
         """Cancels futures that are not done."""
-        if not self._closed:
-            self._closed = True
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        with _starting:
+            self._closed, thread = True, self._thread
+        if thread is not None and thread.process == os.getpid():
+            thread.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -319,15 +442,65 @@ class RewardClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """Copied to another process by its settings: a copy has its own thread and connections, and is open."""
+        return partial(type(self), **self._client._settings), ()
+
+    def _started(self) -> _LoopThread:
+        """The thread of this process, started by the first call: os.fork() copies the client, but not its thread."""
+        with _starting:
+            if self._closed:
+                raise RuntimeError("the client is closed")
+            if self._thread is None or self._thread.process != os.getpid():
+                if self._thread is not None:
+                    _of_the_parent.append(self._thread)
+                self._thread = _LoopThread(self._client)
+            return self._thread
+
+
+class _LoopThread:
+    """A thread with an event loop, in which a client's calls run."""
+
+    def __init__(self, client: AsyncRewardClient) -> None:
+        self.process = os.getpid()
+        self._client = client
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(started)), name="reward-client", daemon=True
+        )
+        self._thread.start()
+        self.loop, self._ended = started.result()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
     async def _live(self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-        stop = asyncio.Event()
-        started.set_result((asyncio.get_running_loop(), stop))
-        await stop.wait()
+        ended = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), ended))
+        await ended.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.close()
+
+
+_starting = threading.Lock()
+# Event loops copied by os.fork(). They are never freed: to close one would change the parent's epoll instance, which
+# both processes share.
+_of_the_parent: list[_LoopThread] = []
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _starting
+    _starting = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _checked_urls(urls: str | Sequence[str]) -> list[str]:

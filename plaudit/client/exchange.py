@@ -138,6 +138,8 @@ def _group(item: Item, place: int) -> _Group:
     encoded = {name: encode(value) for name, value in forms.items() if value is not None}
     if item.truth is not None:
         encoded["truth"] = encode(item.truth)
+    if item.cut:
+        encoded["cut"] = encode(True)
     responses = [] if item.response is None else [encode(item.response)]
     return _Group(
         b"\0".join(encoded.values()), {name: msgspec.Raw(value) for name, value in encoded.items()},

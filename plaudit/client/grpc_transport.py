@@ -26,15 +26,19 @@ OPTIONS = (
 )  # fmt: skip
 
 
+def require_grpc(url: str) -> Any:
+    try:
+        import grpc
+    except ImportError:
+        raise ConfigError(f"{url} needs gRPC, which is not installed: pip install grpcio") from None
+    return grpc
+
+
 class GrpcTransport(httpx.AsyncBaseTransport):
     """Transport to one server. `ca_file` and `client_cert` are PEM files, as over HTTP."""
 
     def __init__(self, url: str, ca_file: str | None, client_cert: str | None) -> None:
-        try:
-            import grpc
-        except ImportError:
-            raise ConfigError(f"{url} needs gRPC, which is not installed: pip install grpcio") from None
-        self._grpc = grpc
+        self._grpc = grpc = require_grpc(url)
         scheme, _, address = url.partition("://")
         if scheme == "grpc":
             self._channel = grpc.insecure_channel(address, OPTIONS)

@@ -23,6 +23,7 @@ class _Fields(msgspec.Struct):
     text: str | None = None
     tokens: list[int] | None = None
     truth: Any = None
+    cut: bool = False
 
 
 def all_items(entries: Iterable[Entry]) -> list[Item]:
@@ -55,7 +56,7 @@ def items_of(fields: Mapping[str, Any]) -> list[Item]:
     tokens = None if row.tokens is None else tuple(row.tokens)
     try:
         return [
-            Item(prompt, tuple(r) if isinstance(r, list) else r, messages, row.text, tokens, row.truth)
+            Item(prompt, tuple(r) if isinstance(r, list) else r, messages, row.text, tokens, row.truth, cut=row.cut)
             for r in responses
         ]
     except ValueError as error:

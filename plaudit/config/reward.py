@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PositiveInt, Tag, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.formats import PLAIN, Format
 from plaudit.config.table import NonNegative, Positive, Share, Table, check, read_toml
@@ -87,9 +87,9 @@ class OutcomeTable(ReadByEngine):
     """Added to a label's output before weighting; transformers' heads have no bias, others (NeMo-Aligner's) do."""
     standardise: Standardise | None = None
     end: bool = True
-    """Whether the EOS token is appended to a response."""
+    """Whether the EOS token is appended to a response that no chat template renders."""
     answer: Literal["template", "apart"] = "template"
-    """messages: the chat template renders the answer too, or only what precedes it, as in `plaudit train`."""
+    """Conversations: the chat template renders the answer too, or only what precedes it, as in `plaudit train`."""
 
 
 class ProcessTable(ReadByEngine):
@@ -147,6 +147,10 @@ class RuleTable(Table):
     sandbox: bool | None = None
     """Run without access to the network, files, other processes and the environment. Default: true, except for a
     function in training, which is the user's own code."""
+    fork: Literal["response", "batch", "never"] = "response"
+    """function: which calls share a process, forked from one that has loaded the function. response: none; batch: up to
+    64 responses of one request, 20 times as fast; never: all, which also keep the function's state. Code of a response
+    that the function executes can change the scores of others in its process."""
     tasks: tuple[str, ...] | None = None
     """gym: tasks that an item may name; "*" means all. Required on a server; elsewhere the default is all."""
 
@@ -156,6 +160,8 @@ class RuleTable(Table):
         for key in ("pattern", "function"):
             if (getattr(self, key) is not None) != (key == needed):
                 raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "does not take"} {key}')
+        if self.fork != "response" and self.rule != "function":
+            raise ValueError(f'rule = "{self.rule}" does not take fork, which is for function: remove it')
         if self.tasks is not None and self.rule != "gym":
             raise ValueError(f'rule = "{self.rule}" does not take tasks, which are for gym: remove them')
         if self.answer is not None and self.rule not in ("exact", "math", "gym"):
@@ -275,7 +281,24 @@ KINDS: dict[str, type[Table]] = {
     "judge": JudgeTable,
     "blend": BlendTable,
 }
-_REWARD: TypeAdapter[RewardTable] = TypeAdapter(Annotated[RewardTable, Field(discriminator="kind")])
+
+
+def reward_by_kind(table: Any) -> str:
+    """The kind of a table, whose default is what its other keys say."""
+    if not isinstance(table, Mapping):
+        return str(getattr(table, "kind", ""))
+    implied = "rule" if "rule" in table else "judge" if "template" in table else "outcome"
+    return str(table.get("kind", implied))
+
+
+# A union whose errors are those of the table's own kind.
+OneReward = Annotated[
+    Annotated[OutcomeTable, Tag("outcome")] | Annotated[ProcessTable, Tag("process")]
+    | Annotated[LogprobsTable, Tag("logprobs")] | Annotated[EmbeddingTable, Tag("embedding")]
+    | Annotated[RuleTable, Tag("rule")] | Annotated[JudgeTable, Tag("judge")] | Annotated[BlendTable, Tag("blend")],
+    Discriminator(reward_by_kind),
+]  # fmt: skip
+_REWARD: TypeAdapter[RewardTable] = TypeAdapter(OneReward)
 
 _COMPARISON = TypeAdapter(ComparisonTable)
 

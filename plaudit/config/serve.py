@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, TypeAdapter, field_validator, model_validator
 
-from plaudit.config.reward import KINDS, RewardTable
+from plaudit.config.reward import KINDS, OneReward
 from plaudit.config.search import SearchServiceTable
 from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.table import Positive, Table, check, read_toml
@@ -69,6 +69,9 @@ class ListenTable(Table):
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key even if the address is not loopback or keys are configured."""
     overload_status: Literal[503, 429] = 503
+    listen: Literal["start", "ready"] = "start"
+    """When connections are accepted: at once, with 503 until the models are loaded, or when the models are loaded; then
+    balancers that know only whether a server accepts connections, and not its health, use it no earlier."""
     drain_delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds between a termination signal and the drain, in which the server reports not ready and still accepts
     requests, so that load balancers can react."""
@@ -123,7 +126,7 @@ class ListenTable(Table):
 
 
 class ServeTable(ListenTable):
-    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
+    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], OneReward], Field(min_length=1)]
     protocols: tuple[str, ...] | None = None
     """Protocols besides the native one. Default: all."""
     aliases: Mapping[str, str] = {}

@@ -6,8 +6,8 @@
         PLAUDIT_TRUNCATE  left or right: the side to truncate if too long; by default that is an error
         PLAUDIT_TIMEOUT   seconds for a reward, including retries; default: 300
 
-Trainers call from threads, from temporary event loops, and from forked workers; so the client has its own thread in
-each process, for the lifetime of the process.
+Trainers call from threads, from temporary event loops, from forked workers and from actors to which a reward function
+was pickled; so the client has its own thread in each process, for the lifetime of the process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import threading
 from collections.abc import Sequence
-from typing import Literal, cast
+from functools import cache
+from typing import Literal
 
 from plaudit.client.client import DEFAULT_URL, RewardClient
 from plaudit.errors import ConfigError, ServerError
@@ -27,42 +27,26 @@ Side = Literal["left", "right"]
 
 
 class Connection:
-    """A client that is started by the first call, and again after a fork."""
+    """A client of a trainer's reward function. It can be pickled, and used after a fork, as the client itself."""
 
     def __init__(
         self, urls: str | Sequence[str], model: str | None = None, api_key: str | None = None,
         truncate: Side | None = None, timeout: float | None = 300.0,
     ) -> None:  # fmt: skip
-        self.urls = urls
-        self.model = model
         self.truncate = truncate
-        self._api_key = api_key
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._client: RewardClient | None = None
-        self._process = 0
+        self._client = RewardClient(urls, model=model, api_key=api_key, timeout=timeout)
 
     def scores(self, items: Sequence[Item]) -> list[Score]:
         """A score for each item, in order; those that the server could not score have an error. Raises ServerError if
         there is no answer at all."""
-        return cast(list[Score], self._start().score(items, truncate=self.truncate))
+        return self._client.score(items, truncate=self.truncate)
 
     async def scores_soon(self, items: Sequence[Item]) -> list[Score]:
         """The same without blocking the event loop; cancelling the call cancels the request."""
-        return cast(list[Score], await asyncio.wrap_future(self._start().submit(items, truncate=self.truncate)))
+        return await asyncio.wrap_future(self._client.submit(items, truncate=self.truncate))
 
     def close(self) -> None:
-        with self._lock:
-            if self._client is not None and self._process == os.getpid():
-                self._client.close()
-            self._client = None
-
-    def _start(self) -> RewardClient:
-        with self._lock:
-            if self._client is None or self._process != os.getpid():
-                self._client = RewardClient(self.urls, model=self.model, api_key=self._api_key, timeout=self._timeout)
-                self._process = os.getpid()
-            return self._client
+        self._client.close()
 
 
 def values(scores: Sequence[Score], what: str) -> list[float]:
@@ -76,10 +60,6 @@ def values(scores: Sequence[Score], what: str) -> list[float]:
     return found
 
 
-_connections: dict[tuple[str | None, ...], Connection] = {}
-_connections_lock = threading.Lock()
-
-
 def from_environment(url: str | None = None, model: str | None = None) -> Connection:
     """The connection for these settings, shared by equal settings. Arguments override the environment."""
     read = os.environ.get
@@ -87,13 +67,11 @@ def from_environment(url: str | None = None, model: str | None = None) -> Connec
         url or read("PLAUDIT_URL") or DEFAULT_URL, model or read("PLAUDIT_MODEL") or None,
         read("PLAUDIT_API_KEY") or None, read("PLAUDIT_TRUNCATE") or None, read("PLAUDIT_TIMEOUT") or "300",
     )  # fmt: skip
-    with _connections_lock:
-        if settings not in _connections:
-            _connections[settings] = _new(*settings)
-        return _connections[settings]
+    return _connection(*settings)
 
 
-def _new(urls: str, model: str | None, api_key: str | None, truncate: str | None, timeout: str) -> Connection:
+@cache  # without a lock of its own, which a fork could copy while another thread has it
+def _connection(urls: str, model: str | None, api_key: str | None, truncate: str | None, timeout: str) -> Connection:
     if truncate not in (None, "left", "right"):
         raise ConfigError(f"PLAUDIT_TRUNCATE is {truncate!r}; expected left or right, or unset it")
     try:

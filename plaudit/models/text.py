@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, RequestError, one_line
 from plaudit.models import catalog
 from plaudit.models.quiet import quiet
+from plaudit.models.recent import RecentIds
 from plaudit.models.safety import refuse_code
 
+PARTS_KEPT = 1 << 22  # characters and tokens of encoded parts of conversations, about 20 MB
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -95,6 +97,8 @@ class Codec:
     unknown       the id of the unknown token, which any text may yield ...
     unknown_ends  ... unless it is also the token that begins, ends or pads
     normalized    whether control strings are looked for after normalising
+    divides       whether what is between two control strings is encoded independently of everything else
+    parts         such parts, each with the control string before it
     """
 
     backend: Tokenizer
@@ -102,21 +106,33 @@ class Codec:
     unknown: int | None
     unknown_ends: bool
     normalized: bool
+    divides: bool
+    parts: RecentIds = field(default_factory=lambda: RecentIds(PARTS_KEPT), repr=False, compare=False)
+
+    @cached_property
+    def strings(self) -> re.Pattern[str]:
+        """A control string; where several begin, the longest."""
+        return re.compile("|".join(map(re.escape, sorted(self.controls.values(), key=len, reverse=True))) or r"(?!)")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Where a control string starts, overlapping ones included."""
-        strings = sorted(self.controls.values(), key=len, reverse=True)
-        return re.compile(f"(?={'|'.join(map(re.escape, strings))})" if strings else r"(?!)")
+        return re.compile(f"(?={self.strings.pattern})")
 
     @cached_property
-    def heads(self) -> tuple[str, ...]:
-        """Beginnings of control strings."""
-        return tuple({text[:size] for text in self.controls.values() for size in range(1, len(text))})
+    def longest(self) -> int:
+        return max(map(len, self.controls.values()), default=0)
 
     @cached_property
-    def tails(self) -> tuple[str, ...]:
-        return tuple({text[-size:] for text in self.controls.values() for size in range(1, len(text))})
+    def ends(self) -> tuple[set[str], set[str]]:
+        return _ends_of(set(self.controls.values()))
+
+    def begins_as_one_ends(self, text: str) -> bool:
+        """Whether the text begins with a proper ending of a control string."""
+        return not self.ends[1].isdisjoint([text[:size] for size in range(1, min(self.longest, len(text) + 1))])
+
+    def ends_as_one_begins(self, text: str) -> bool:
+        return not self.ends[0].isdisjoint([text[-size:] for size in range(1, min(self.longest, len(text) + 1))])
 
     @cached_property
     def forbidden(self) -> frozenset[int]:
@@ -176,7 +192,30 @@ def _new_codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     unknown = tokenizer.unk_token_id
     normalized = backend.normalizer is not None and any(added[i].normalized for i in controls if i in added)
-    return Codec(backend, controls, unknown, unknown is not None and unknown in ends, normalized)
+    divides = _divides(list(added.values()), set(controls.values()))
+    return Codec(backend, controls, unknown, unknown is not None and unknown in ends, normalized, divides)
+
+
+def _divides(added: list[AddedToken], controls: set[str]) -> bool:
+    """Whether a control string in a text is always the same control token, whatever is beside it. The tokenizer looks
+    for added tokens first and encodes what is between them alone. Not so if a token takes in white space or a
+    control string beside it, or is found only after normalising."""
+    if {token.content for token in added if token.special} != controls:
+        return False
+    if any(token.normalized or token.lstrip or token.rstrip for token in added if token.special):
+        return False
+    others = {token.content for token in added if not token.special}
+    if any(token.single_word for token in added) or any(control in other for other in others for control in controls):
+        return False
+    heads, tails = _ends_of(controls)
+    other_heads, other_tails = _ends_of(others)
+    return heads.isdisjoint(tails | other_tails) and tails.isdisjoint(other_heads)
+
+
+def _ends_of(texts: set[str]) -> tuple[set[str], set[str]]:
+    """Their proper beginnings and endings."""
+    cuts = [(text, size) for text in texts for size in range(1, len(text))]
+    return {text[:size] for text, size in cuts}, {text[-size:] for text, size in cuts}
 
 
 def decodes_apart(tokenizer: Any) -> bool:

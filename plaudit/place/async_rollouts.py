@@ -105,11 +105,13 @@ class AsyncRollouts:
         with self._news:
             kept, spare = ([self._ready[number] for number in part] for part in (choice.kept, choice.spare))
             groups = [self._ready[number] for number in choice.numbers]
+        # Before the groups are forgotten: with too many failed rewards the run ends here, and a resumed run needs them.
+        self.scorer.check([sample for group in (*kept, *spare) for sample in group])
+        with self._news:
             self._forget({*choice.kept, *choice.spare})
             self._used += self.size
         metrics = {} if self.dynamic is None else filtered(kept, spare)
         batch = Batch(tuple(replace(s, group=i) for i, group in enumerate(groups) for s in group), version, metrics)
-        self.scorer.check([sample for group in (*kept, *spare) for sample in group])
         if (oldest := max(_age(group, version) for group in groups)) > self.staleness:
             raise RunError(
                 f"step {step}: a sample is {oldest} versions old, and placement.staleness = {self.staleness}"
@@ -132,13 +134,24 @@ class AsyncRollouts:
 
     def save(self, directory: Path) -> None:
         with self._news:
+            order, drawn, ready = self._pending()
             # With the current `drawn`: more may have been requested since the loop read it.
-            head = {"order": list(self._order), "drawn": self.drawn, "dropped": self.dropped, "size": self.size}
+            head = {"order": order, "drawn": drawn, "dropped": self.dropped, "size": self.size}
             lines: list[object] = [head]
-            for number, group in self._ready.items():
+            for number, group in ready.items():
                 lines += [{"number": number, **as_plain(sample)} for sample in group]
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         (directory / FILE).write_text(text)
+
+    def _pending(self) -> tuple[list[int], int, dict[int, Group]]:
+        """What a resumed run continues with: order, `drawn`, and the scored groups."""
+        if self.staleness == 0:  # the step is repeated whole, as in a synchronous run
+            return [], min(self._order, default=self.drawn), {}
+        # Groups with an error are requested again: what failed may succeed then. They move to the end, because others
+        # may have been requested in their place, which would be too old if they had to wait for them.
+        failed = {n for n, group in self._ready.items() if any(sample.error is not None for sample in group)}
+        order = [n for n in self._order if n not in failed] + [n for n in self._order if n in failed]
+        return order, self.drawn, {n: group for n, group in self._ready.items() if n not in failed}
 
     def load(self, directory: Path) -> None:
         if not (directory / FILE).exists():  # of a run that was not async until now: no groups are pending

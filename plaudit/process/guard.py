@@ -13,12 +13,15 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 LOOK_SECONDS = 1.0
 STOPPED_SECONDS = 10.0
@@ -68,6 +71,8 @@ def children() -> list[int]:
 
 def guard_this_process(name: str) -> None:
     """Start a guard process for this process; it exits when this process does, for whatever reason."""
+    import subprocess  # not above: a rule's process forks for every response, and each module that is loaded costs time
+
     command = [sys.executable, "-m", "plaudit.process.guard", str(os.getpid()), name]
     _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True))
 

@@ -122,11 +122,13 @@ class Nursery:
                 self._process.wait()
 
     def fork(self, module: str, fd: int, environment: Mapping[str, str]) -> Forked:
-        """Raises OSError if the nursery has exited."""
+        """Raises ConnectionError if the nursery has exited or was closed."""
         request = msgspec.msgpack.encode(ForkRequest(module, dict(environment), str(Path.cwd()), os.getpgrp()))
         ours, theirs = os.pipe()
         try:
             with self._lock:
+                if self._sock.fileno() < 0:
+                    raise ConnectionResetError("the process that forks workers was replaced")
                 socket.send_fds(self._sock, [request], [fd, theirs, 1, 2])
                 reply = self._sock.recv(_CODE.size)
             if not reply:

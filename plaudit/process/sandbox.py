@@ -64,17 +64,21 @@ class NoSandbox(OSError):
 
 
 class Sandbox:
-    """Created by a process that forks others (and is restricted to its libraries' files from then on); entered by each
-    of these before it runs untrusted code."""
+    """Created by a process that forks others, which from then on has no environment, can read only its libraries'
+    files, and has `memory` bytes beyond what is loaded. Entered by each of these before it runs untrusted code: what
+    can be done once for all of them is done here, because a process may enter for a single response."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int) -> None:
         if sys.platform != "linux" or platform.machine() not in MACHINES:
             raise NoSandbox(
                 f"{sys.platform} on {platform.machine()} is not supported; expected Linux on x86-64 or ARM64"
             )
         self._libc = ctypes.CDLL(None, use_errno=True)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        self._address_space = pages * resource.getpagesize()
+        limits = {
+            resource.RLIMIT_AS: pages * resource.getpagesize() + memory, resource.RLIMIT_FSIZE: 0,
+            resource.RLIMIT_CORE: 0,
+        }  # fmt: skip
         with suppress(OSError):  # read-only in some containers
             Path("/proc/self/oom_score_adj").write_text("1000")
         self._call("PR_SET_NO_NEW_PRIVS", self._libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -82,31 +86,25 @@ class Sandbox:
         self._call("capset", self._libc.capset, struct.pack("<Ii", CAPABILITY_VERSION, 0), bytes(24))
         os.chdir("/")
         self._landlock = self._keep_to(_libraries())
-        self._filter = _filter(opens=self._landlock)
         if self._libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
             raise NoSandbox("the kernel has no seccomp")
+        program = _filter(opens=self._landlock)
+        self._instructions = ctypes.create_string_buffer(program)
+        self._program = struct.pack("@HP", len(program) // 8, ctypes.addressof(self._instructions))
+        os.environ.clear()
+        for what, most in limits.items():
+            resource.setrlimit(what, (most, most))
 
     @property
     def mechanism(self) -> str:
         return "seccomp and Landlock" if self._landlock else "seccomp, without file access"
 
-    def enter(self, memory: int, keep: Iterable[int]) -> None:
-        """Enter permanently. `memory`: bytes beyond what is loaded; descriptors other than `keep` and 0 to 2 are
-        closed."""
-        os.environ.clear()
+    def enter(self, keep: Iterable[int]) -> None:
+        """Enter permanently. Descriptors other than `keep` and 0 to 2 are closed."""
         kept = sorted({2, *keep})
         for low, high in zip(kept, [*kept[1:], resource.getrlimit(resource.RLIMIT_NOFILE)[0]], strict=True):
             os.closerange(low + 1, high)
-        limits = {
-            resource.RLIMIT_AS: self._address_space + memory, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0,
-        }  # fmt: skip
-        for what, most in limits.items():
-            resource.setrlimit(what, (most, most))
-        program = ctypes.create_string_buffer(self._filter)
-        count, address = len(self._filter) // 8, ctypes.addressof(program)
-        self._call(
-            "seccomp", self._libc.prctl, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, struct.pack("@HP", count, address), 0, 0
-        )
+        self._call("seccomp", self._libc.prctl, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, self._program, 0, 0)
 
     def _keep_to(self, readable: Iterable[Path]) -> bool:
         """Restricts files by Landlock; returns False if the kernel has none."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,8 @@ READ_AT_IMPORT = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "TRITON", "TRANSFORMERS_", "HF_",
 )  # fmt: skip
 FORKS = sys.platform == "linux" and not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd"))
+
+NURSERIES = 3  # that may be killed while they start one child
 
 Settings = tuple[tuple[str, str], ...]
 _nurseries: dict[Settings, Nursery] = {}
@@ -127,13 +130,20 @@ def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:
             [sys.executable, "-m", module, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=dict(environment)
         )
     settings = _settings(environment)
-    try:
-        return _nursery(settings, environment).fork(module, fd, environment)
-    except ConnectionError:  # the nursery was killed: start another one
-        with _lock:
-            _nurseries[settings].close()
+    for _ in range(NURSERIES - 1):
+        nursery = _nursery(settings, environment)
+        with suppress(ConnectionError):  # it was killed
+            return nursery.fork(module, fd, environment)
+        _replace(settings, nursery, environment)
+    return _nursery(settings, environment).fork(module, fd, environment)
+
+
+def _replace(settings: Settings, dead: Nursery, environment: Mapping[str, str]) -> None:
+    """Start another nursery, unless another thread that met the dead one has done it."""
+    with _lock:
+        if _nurseries.get(settings) is dead:
+            dead.close()
             _nurseries[settings] = Nursery.start(environment)
-        return _nursery(settings, environment).fork(module, fd, environment)
 
 
 def _settings(environment: Mapping[str, str]) -> Settings:

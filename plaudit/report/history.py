@@ -21,6 +21,8 @@ FIGURES = {
     "truth": "true reward",
     "truth_se": "standard error of the true reward",
     "reward": "reward",
+    "reward/rule": "of it from [reward]",
+    "turns/reward": "of it from the environment",
     "pass_at_k": "prompts with an answer that is right",
     "accuracy/sums/sampled": "answers right, sampled at temperature 1",
     "accuracy/sums/greedy": "answers right, greedy",
@@ -58,7 +60,8 @@ class History:
     grouped: bool | None = None
     """Whether a response is only compared with others to the same prompt."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """The sampling of held-out prompts: how many, samples of each, temperature, top_p, top_k, max_tokens."""
+    """The sampling of held-out prompts: how many, samples of each, temperature, top_p, top_k, max_tokens; the number of
+    held-out items of a run that learns from examples."""
     changes: Sequence[Event] = ()
     """Settings changed when the run was resumed."""
     finished: bool = False
@@ -119,7 +122,7 @@ class History:
     def evaluated(self) -> str:
         """How its held-out figures were sampled, as text; "" if not logged."""
         how = self.evaluation
-        if not how:
+        if "prompts" not in how:
             return ""
         limits = [f"top_p {how['top_p']:g}"] if how["top_p"] < 1 else []
         limits += [f"top_k {how['top_k']:g}"] if how["top_k"] else []

@@ -42,8 +42,8 @@ def print_report(runs: Sequence[History], console: Console | None = None) -> Non
             table.add_row("" if i else run.name, what, value, end_section=i == len(rows) - 1)
     console.print(table)
     for run in runs:
-        if run.evaluation:
-            console.print(Text(f"{run.name}: {run.evaluated()}", "dim"), soft_wrap=True)
+        if how := run.evaluated():
+            console.print(Text(f"{run.name}: {how}", "dim"), soft_wrap=True)
     print_memory(runs, console)
     for run in runs:
         _print_diagnosis(run, console)

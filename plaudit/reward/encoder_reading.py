@@ -56,13 +56,7 @@ class EncoderReading(OutcomeReading):
     def _rendered(self, text: str, cut: Cut) -> TypedTokens:
         """Tokenises a rendered text: control strings become control tokens, and the tokenizer adds its special
         tokens."""
-        try:
-            refuse_surrogates(text)
-        except RequestError as error:
-            raise Refused("bad_text", str(error)) from error
-        encoding = self.intake.tokenizer(text, return_token_type_ids=self.facts.typed)
-        types = encoding["token_type_ids"] if self.facts.typed else None
-        return fitted(encoding["input_ids"], types, encoding.sequence_ids(), cut)
+        return fitted(*self.intake.encoding(text), cut)
 
     def _literal(self, texts: tuple[str, str], cut: Cut) -> TypedTokens:
         """Tokenises plain texts: the tokenizer adds its special tokens, but control strings in the texts are plain

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.formats import FormatTable
 from plaudit.config.reward import (
+    KINDS,
     EmbeddingTable,
     JudgeTable,
     LogprobsTable,
@@ -23,6 +24,8 @@ from plaudit.config.reward import (
     ReadByEngine,
     RewardTable,
     RuleTable,
+    parse_reward,
+    reward_by_kind,
 )
 from plaudit.core import Engine
 from plaudit.core.device.lockstep import RankGroups
@@ -52,9 +55,12 @@ from plaudit.reward.version import model_digest
 from plaudit.reward.work import ModelInfo
 
 
-def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTable] | None = None) -> Reward:
-    """Loads the reward of a table, a model directory, or an embedded model's name. A blend takes its `members`."""
-    table = complete({"path": str(source)}, str(source)) if isinstance(source, str | Path) else source
+def load_reward(
+    source: str | Path | Mapping[str, Any] | RewardTable, members: Mapping[str, RewardTable] | None = None
+) -> Reward:
+    """Loads the reward of a table, of the keys of one as in [reward] of a recipe, of a model directory, or of an
+    embedded model's name. A blend takes its `members`."""
+    table = _table(source)
     if isinstance(table, OutcomeTable | ProcessTable):
         model, facts, tokenizer, version = load_model(table)
         reading = new_reading(table, tokenizer, facts)
@@ -72,6 +78,19 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
         if name not in available:
             raise ConfigError(f"the blend's member {name!r} does not exist; {nearest(name, available)}")
     return BlendReward(table, {name: load_reward(available[name], _without(available, name)) for name in table.members})
+
+
+def _table(source: str | Path | Mapping[str, Any] | RewardTable) -> RewardTable:
+    if isinstance(source, str | Path):
+        return complete({"path": str(source)}, str(source))
+    if not isinstance(source, Mapping):
+        return source
+    kind = reward_by_kind(source)
+    if kind in ("outcome", "process"):
+        if "path" not in source:
+            raise ConfigError(f"load_reward has neither path, rule nor template; kinds are {', '.join(KINDS)}")
+        return complete(source, "load_reward")
+    return parse_reward({"kind": kind, **source}, "load_reward")
 
 
 def _without(tables: Mapping[str, RewardTable], name: str) -> dict[str, RewardTable]:

@@ -145,7 +145,7 @@ class ProcessReading:
             return
         prompts = (item.prompt if item.messages is None else item.messages[:-1] for item in items)
         chats = [self._chat(prompt) for prompt in prompts if prompt is not None]
-        self.intake.prerender([chat for chat in chats if chat is not None])
+        self.intake.prerender([(chat, "opening") for chat in chats if chat is not None])
 
     def finish(self, work: Work, values: np.ndarray) -> StepScores:
         if len(values) != work.steps:
@@ -191,15 +191,15 @@ class ProcessReading:
                 raise Refused(
                     "bad_messages", "the answer has tool calls, which cannot be scored as steps; send its steps as text"
                 )
-            return self._assembled(item.messages[:-1], self._split(answer))
+            return self._assembled(item.messages[:-1], self._split(answer), item.cut)
         assert item.prompt is not None
         assert item.response is not None
         response = item.response
         return self._assembled(
-            item.prompt, self._split(response) if isinstance(response, str) else self._checked_steps(response)
+            item.prompt, self._split(response) if isinstance(response, str) else self._checked_steps(response), item.cut
         )
 
-    def _assembled(self, prompt: Prompt, steps: list[str]) -> Draft:
+    def _assembled(self, prompt: Prompt, steps: list[str], cut: bool) -> Draft:
         if not steps:
             raise Refused("no_steps", "the response is empty; expected at least one step")
         if self.format.joined:
@@ -207,14 +207,14 @@ class ProcessReading:
         elif self.turns is not None:
             draft = self._conversation(self._plain_prompt(prompt), steps)
         else:
-            draft = self._apart(prompt, steps)
+            draft = self._apart(prompt, steps, cut)
         if self.reserved and draft.tokens.count(self.tag[-1]) != len(steps):
             raise Refused(
                 "bad_text", f"the step tag {self.format.tag!r} is in the prompt or in a step; remove it there"
             )
         return draft
 
-    def _apart(self, prompt: Prompt, steps: list[str]) -> Draft:
+    def _apart(self, prompt: Prompt, steps: list[str], cut: bool) -> Draft:
         draft = Draft(self._opening(prompt))
         for place, step in enumerate(steps):
             ids = self._step(self.format.step.replace("{step}", step))
@@ -228,7 +228,7 @@ class ProcessReading:
                 draft.positions[-1] -= len(self.tag)
             if self.format.after and place < len(steps) - 1:
                 draft.tokens += self.intake.content(self.format.after)
-        if self.format.end and not steps[-1].endswith(self.format.split):
+        if self.format.end and not cut and not steps[-1].endswith(self.format.split):
             draft.tokens.append(self.end)
             draft.positions[-1] = len(draft.tokens) - 1
         return draft

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from array import array
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -23,14 +20,18 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.config.reward import EmbeddingTable, LogprobsTable, OutcomeTable
 from plaudit.errors import ConfigError, ModelError, PlauditError, Refused, RequestError, nearest
 from plaudit.models import bos_ids, encode, render_chat, render_chats
+from plaudit.models.recent import RecentIds
 from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.work import ModelInfo, Work
 
 PROMPTS_KEPT = 64  # many responses to the same prompt arrive in a row
-OPENINGS_KEPT = 1024  # a search sends the same conversations repeatedly, step by step
+CHATS_KEPT = 1 << 23  # characters and tokens; a search sends the same conversations repeatedly, step by step
 CHARACTERS_PER_TOKEN = 64  # far above any real text; a longer item is rejected before tokenising
 Message = Mapping[str, Any]
+Ending = Literal["opening", "answered", "cut"]
+"""How a rendered conversation ends: with the assistant's generation prompt; as the template ends it after the last
+message; or behind the content of the last message."""
 
 
 class Intake:
@@ -42,7 +43,8 @@ class Intake:
         self.limit = min(facts.max_positions, max_tokens or facts.max_positions)
         self.way = facts.way_to_more if self.limit == facts.max_positions else ""
         self.most_characters = CHARACTERS_PER_TOKEN * self.limit
-        self.begin = bos_ids(tokenizer)
+        self.added = bos_ids(tokenizer)
+        self.begin = self.added
         if bos and not self.begin:
             if tokenizer.bos_token_id is None:
                 raise ModelError(
@@ -51,8 +53,7 @@ class Intake:
                 )
             self.begin = [tokenizer.bos_token_id]
         self._prompt = lru_cache(maxsize=PROMPTS_KEPT)(self._encode_prompt)
-        self._openings: OrderedDict[str, array[int]] = OrderedDict()
-        self._openings_lock = threading.Lock()
+        self._chats = RecentIds(CHATS_KEPT)
 
     def refuse_huge(self, item: Item) -> None:
         """Rejects a text that cannot fit before tokenising it, which takes time."""
@@ -83,24 +84,22 @@ class Intake:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The rendered conversation including the assistant's generation prompt."""
-        key = _as_json(messages)
-        tokens = self._kept(key)
-        if tokens is None:
-            tokens = self._keep(key, self.templated(json.loads(key), add_generation_prompt=True))
-        return tokens.tolist()
+        return self._chat(messages, "opening")
 
-    def prerender(self, openings: Sequence[Sequence[Message]]) -> None:
-        """Renders openings in one batch, which saves round trips to the template's process."""
-        with suppress(PlauditError, RecursionError):  # errors are reported when the opening is requested
-            most = self.most_characters
-            keys = [key for key in {*map(_as_json, openings)} if len(key) <= most and self._kept(key) is None]
-            if keys:
-                rendered = render_chats(self.tokenizer, list(map(json.loads, keys)), add_generation_prompt=True)
-                for key, ids in zip(keys, rendered, strict=True):
-                    self._keep(key, ids)
+    def conversation(self, messages: Sequence[Message], cut: bool = False) -> list[int]:
+        """The rendered conversation as transformers renders it. `cut`: up to the content of the last message."""
+        return self._chat(messages, "cut" if cut else "answered")
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
-        return self.templated(messages, add_generation_prompt=False)
+    def prerender(self, chats: Sequence[tuple[Sequence[Message], Ending]]) -> None:
+        """Renders conversations in a batch for each ending, which saves round trips to the template's process."""
+        for ending in dict.fromkeys(ending for _, ending in chats):
+            with suppress(PlauditError, RecursionError):  # errors are reported when the conversation is requested
+                wanted = {ending + _as_json(messages): messages for messages, each in chats if each == ending}
+                fit = [key for key in wanted if len(key) <= self.most_characters]
+                known = self._chats.get_all(fit)
+                if new := [key for key in fit if key not in known]:
+                    rendered = render_chats(self.tokenizer, [wanted[key] for key in new], **_rendering(ending))
+                    self._chats.put_all(dict(zip(new, rendered, strict=True)))
 
     def text(self, text: str) -> list[int]:
         """A rendered text: control strings in it are control tokens. The BOS token is not duplicated."""
@@ -115,14 +114,33 @@ class Intake:
 
     def rendered(self, text: str, special: bool) -> list[int]:
         """A rendered text as other servers tokenise it: control strings are control tokens, and with `special` the
-        tokenizer adds its special tokens even if they are present."""
+        tokenizer adds its special tokens. The BOS token is not duplicated."""
         self.refuse_huge(Item(text=text))
+        return self.encoding(text, special=special)[0]
+
+    def encoding(
+        self, text: str, pair: str | None = None, special: bool = True
+    ) -> tuple[list[int], list[int] | None, list[int | None]]:
+        """The same for a text or a pair of any length: the tokens, their types if the model has them, and the text
+        that each belongs to: 0, 1, or None for a special token that the tokenizer added."""
+        self.refuse_surrogates(text + (pair or ""))
+        typed = self.facts.typed
+        encoding = self.tokenizer(text, pair, add_special_tokens=special, return_token_type_ids=typed)
+        ids, parts = encoding["input_ids"], encoding.sequence_ids()
+        types = encoding["token_type_ids"] if typed else None
+        added = self.added if special else []
+        for part in (0,) if pair is None else (1, 0):
+            at = parts.index(part) if added and part in parts else 0
+            if at and ids[at - len(added) : at] == added == ids[at : at + len(added)]:
+                for each in (ids, parts, types or []):
+                    del each[at : at + len(added)]
+        return ids, types, parts
+
+    def refuse_surrogates(self, text: str) -> None:
         try:
             refuse_surrogates(text)
         except RequestError as error:
             raise Refused("bad_text", str(error)) from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
-        return ids
 
     def tokens(self, ids: Sequence[Any]) -> list[int]:
         if not ids:
@@ -177,33 +195,35 @@ class Intake:
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         return (*self.begin, *self.content(text))
 
-    def _kept(self, key: str) -> array[int] | None:
-        with self._openings_lock:
-            if key in self._openings:
-                self._openings.move_to_end(key)
-            return self._openings.get(key)
-
-    def _keep(self, key: str, ids: Sequence[int]) -> array[int]:
-        with self._openings_lock:
-            self._openings[key] = array("i", ids)
-            if len(self._openings) > OPENINGS_KEPT:
-                self._openings.popitem(last=False)
-            return self._openings[key]
+    def _chat(self, messages: Sequence[Message], ending: Ending) -> list[int]:
+        key = ending + _as_json(messages)
+        if (known := self._chats.get(key)) is not None:
+            return known
+        tokens = self._rendered(messages, **_rendering(ending))
+        self._chats.put_all({key: tokens})
+        return tokens
 
     def templated(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
         """The messages rendered with the model's chat template and its variables."""
+        return self._rendered(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+
+    def _rendered(self, messages: Sequence[Message], **rendering: Any) -> list[int]:
         if not self.tokenizer.chat_template:
             raise Refused(
                 "unsupported_form", f"{self.facts.name} has no chat template; give prompt and response as text"
             )
         try:
-            return render_chat(self.tokenizer, messages, add_generation_prompt, variables=variables)
+            return render_chat(self.tokenizer, messages, **rendering)
         except PlauditError as error:
             raise Refused("bad_messages", str(error)) from error
         except RecursionError as error:
             raise Refused("bad_messages", "a message is nested too deeply") from error
+
+
+def _rendering(ending: Ending) -> dict[str, Any]:
+    return {"add_generation_prompt": ending == "opening", "continue_final_message": ending == "cut"}
 
 
 def _size(item: Item) -> int:
@@ -211,15 +231,19 @@ def _size(item: Item) -> int:
     if item.tokens is not None:
         return len(item.tokens)
     if item.messages is not None:
-        return len(_as_json(item.messages))
-    prompt = item.prompt if item.prompt is None or isinstance(item.prompt, str) else _as_json(item.prompt)
+        return characters(item.messages)
+    prompt = characters(item.prompt) if isinstance(item.prompt, tuple) else len(item.prompt or "")
     response = item.response if isinstance(item.response, tuple) else (item.response or "",)
-    return len(item.text or "") + len(prompt or "") + sum(len(str(step)) for step in response)
+    return len(item.text or "") + prompt + sum(len(str(step)) for step in response)
 
 
 def characters(messages: Sequence[Message]) -> int:
     """The size of a conversation, estimated before tokenising."""
-    return len(_as_json(messages))
+    if not all(isinstance(message, Mapping) for message in messages):
+        return len(_as_json(messages))
+    values = [value for message in messages for value in message.values()]
+    others = [{"": value} for value in values if not isinstance(value, str)]
+    return sum(len(value) for value in values if isinstance(value, str)) + (len(_as_json(others)) if others else 0)
 
 
 def has_tool_calls(message: Message) -> bool:
@@ -266,10 +290,10 @@ class OutcomeReading:
         if not tokens:
             raise Refused("empty", "the item has no tokens; expected at least one")
         over = len(tokens) - self.intake.limit
-        ended = self.table.end and (item.prompt is not None or (item.messages is not None and self.apart))
         if over > 0 and item.truncate == "right":
-            # Truncates the end of the response, but keeps the token at which the score is read.
-            tokens = [*tokens[: self.intake.limit - 1], tokens[-1]] if ended else tokens[: self.intake.limit]
+            # Truncates the end of the response, but keeps the end, at which the score is read.
+            end = self._end_of(item, tokens)
+            tokens = [*tokens[: self.intake.limit - len(end)], *end]
         else:
             tokens, _ = self.intake.cut(tokens, len(tokens) - 1, len(tokens) - 1, item.truncate)
         last = len(tokens) - 1
@@ -278,8 +302,15 @@ class OutcomeReading:
 
     def prerender(self, items: Sequence[Item]) -> None:
         """Renders the conversations of items that `prepare` will be called with, in one batch."""
-        chats = [item.messages[:-1] if item.messages is not None and self.apart else item.prompt for item in items]
-        self.intake.prerender([chat for chat in chats if isinstance(chat, tuple)])
+        chats: list[tuple[Sequence[Message], Ending]] = []
+        for item in items:
+            with suppress(Refused):  # reported by `prepare`
+                messages = self._messages(item)
+                if messages is not None and self._apart(messages):
+                    chats.append((messages[:-1], "opening"))
+                elif messages is not None:
+                    chats.append((messages, "cut" if item.cut else "answered"))
+        self.intake.prerender(chats)
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
         if values.size == 1 and math.isfinite(number := values.item()) and self._scale is not None:
@@ -304,26 +335,56 @@ class OutcomeReading:
             return value
         return (value - self.table.standardise.mean) / self.table.standardise.std
 
+    def conversation(self, messages: Sequence[Message], cut: bool = False) -> list[int]:
+        """A conversation that ends with the assistant's answer, in whatever form it was sent."""
+        answer = self.intake.answer(messages)
+        if self._apart(messages):
+            return self._answered(self.intake.opening(messages[:-1]), answer, cut)
+        return self.intake.conversation(messages, cut)
+
+    def _apart(self, messages: Sequence[Message]) -> bool:
+        """Whether the answer follows the generation prompt. Only the template can render tool calls."""
+        last = messages[-1] if messages else None
+        return self.apart and isinstance(last, Mapping) and not has_tool_calls(last)
+
+    def _messages(self, item: Item) -> tuple[Message, ...] | None:
+        """The conversation of an item, if it is one."""
+        if isinstance(item.prompt, tuple):
+            return (*item.prompt, {"role": "assistant", "content": _response(item)})
+        return item.messages
+
     def _tokens(self, item: Item) -> list[int]:
         if item.tokens is not None:
             return self.intake.tokens(item.tokens)
         if item.text is not None:
             return self.intake.text(item.text)
-        if item.messages is not None:
-            answer = self.intake.answer(item.messages)
-            if self.apart and not has_tool_calls(item.messages[-1]):  # which only the template can render
-                return self._answered(self.intake.opening(item.messages[:-1]), answer)
-            return self.intake.conversation(item.messages)
-        assert item.prompt is not None
-        assert item.response is not None
-        opening = self.intake.prompt(item.prompt) if isinstance(item.prompt, str) else self.intake.opening(item.prompt)
-        response = item.response if isinstance(item.response, str) else joined(item.response)
-        return self._answered(opening, response)
+        if (messages := self._messages(item)) is not None:
+            return self.conversation(messages, item.cut)
+        assert isinstance(item.prompt, str)
+        return self._answered(self.intake.prompt(item.prompt), _response(item), item.cut)
 
-    def _answered(self, opening: list[int], response: str) -> list[int]:
+    def _answered(self, opening: list[int], response: str, cut: bool) -> list[int]:
         if response == "" and not self.table.end:
             raise Refused("empty", "the response is empty, and with end = false it has no token to read")
-        return [*opening, *self.intake.content(response), *([self.end] if self.table.end else [])]
+        return [*opening, *self.intake.content(response), *([self.end] if self.table.end and not cut else [])]
+
+    def _end_of(self, item: Item, tokens: list[int]) -> list[int]:
+        """The tokens behind the response: the end token, or what the template writes."""
+        messages = self._messages(item)
+        if item.cut or (messages is None and item.prompt is None):
+            return []
+        if messages is None or self._apart(messages):
+            return tokens[-1:] if self.table.end else []
+        with suppress(Refused):
+            response = self.intake.conversation(messages, cut=True)
+            if tokens[: len(response)] == response and len(tokens) - len(response) < self.intake.limit:
+                return tokens[len(response) :]
+        return []
+
+
+def _response(item: Item) -> str:
+    assert item.response is not None
+    return item.response if isinstance(item.response, str) else joined(item.response)
 
 
 def joined(steps: tuple[str, ...]) -> str:

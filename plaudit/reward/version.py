@@ -21,7 +21,7 @@ PLACE = frozenset(
     (
         "path", "device", "threads", "kv_bytes", "budget", "memory_fraction", "replicas", "max_replicas",
         "replica_tokens", "tensor_parallel", "pipeline_parallel", "rank_seconds", "join_seconds", "processes",
-        "concurrency", "retries", "key_env", "sandbox", "tasks",
+        "concurrency", "retries", "key_env", "sandbox", "fork", "tasks",
     )
 )  # fmt: skip
 COMPUTING = ("core", "models", "reward")  # our packages

@@ -43,7 +43,7 @@ from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.rl_models import check_models
 from plaudit.train.policy.trainee import Trainee
-from plaudit.train.rollouts.batch_metrics import batch_metrics, staleness
+from plaudit.train.rollouts.batch_metrics import batch_metrics, reward_parts, staleness, totals
 from plaudit.train.rollouts.dump import Dump, DumpedRollouts
 from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed, Scorer, Source
@@ -324,8 +324,9 @@ class RlTraining:
             if isinstance(self.engine, Engine):  # training samples must not depend on KV cached by the evaluation
                 self.engine.new_version(self.version)
             true = self._true_rewards(samples)
-        scored = [sample.reward for sample in samples if sample.reward is not None]
+        scored = totals(samples)
         figures = {"reward": sum(scored) / len(scored)} if scored else {}
+        figures |= reward_parts(samples)
         truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
         verdicts = [right for right in truth if right is not None]
         if verdicts:

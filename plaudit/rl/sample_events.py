@@ -14,7 +14,7 @@ from plaudit.train.policy.experience import Experience
 
 def sample_events(tokenizer: Any, experience: Experience, count: int) -> Iterator[dict[str, Any]]:
     """Yield `count` samples spread over the rewards from the worst to the best."""
-    order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].reward or 0.0)
+    order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].total_reward or 0.0)
     count = min(count, len(order))
     chosen = sorted({order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)})
     assert experience.token_rewards is not None
@@ -48,7 +48,7 @@ def _described(tokenizer: Any, sample: Sample) -> dict[str, Any]:
         "response": sample.text,
         "tokens": [tokenizer.decode([token]) for token in sample.token_ids],
         "mask": list(sample.mask),
-        "reward": sample.reward,
+        "reward": sample.total_reward,
         "error": None,
         "right": sample.extra.get("right"),
         "finish_reason": sample.finish_reason,

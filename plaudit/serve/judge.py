@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.config.reward import JudgeTable
 from plaudit.errors import ModelError, Refused, RequestError
 from plaudit.models import render_chat
-from plaudit.records import Item, Score
-from plaudit.reward.judges.judge import Judge
+from plaudit.records import Item, ItemError, Score
+from plaudit.reward.judges.judge import Judge, generated_answer
 from plaudit.reward.work import ModelInfo
 from plaudit.serve.workers.frames import Sampling
 from plaudit.serve.workers.jobs import Continuation, GenerateJob
@@ -41,5 +41,8 @@ class JudgeReading:
             raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens; at most {self.limit} fit")
         return GenerateJob(tokens, Sampling(self._table.max_tokens, self._table.temperature))
 
-    def finish(self, answer: Continuation) -> Score:
-        return self._judge.read(answer.text)
+    def finish(self, job: GenerateJob, answer: Continuation) -> Score:
+        text = generated_answer(
+            self._tokenizer, job.tokens, answer.tokens, answer.text, answer.finish, self._table.max_tokens
+        )
+        return Score(error=text) if isinstance(text, ItemError) else self._judge.read(text)

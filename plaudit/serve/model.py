@@ -43,7 +43,7 @@ from plaudit.serve.http.message import ROUTE_KEY, TENANT, HttpError
 from plaudit.serve.http.traces import TRACE
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
-from plaudit.serve.version import Canary, Reading, Scoring, Table, Version
+from plaudit.serve.version import Canary, Reading, Scoring, Table, TextReading, Version
 from plaudit.serve.workers.autoscale import Autoscale
 from plaudit.serve.workers.calls import FairCalls
 from plaudit.serve.workers.deployment import Deployment
@@ -209,10 +209,13 @@ class ServedModel:
         return [row for piece in rows for row in piece]
 
     def intake(self) -> Intake:
+        return self.loaded().intake
+
+    def loaded(self) -> TextReading:
         version = self.current
         if version.reading is None or isinstance(version.reading, JudgeReading):
             raise HttpError(503, "not_ready", f"{self.name}: {version.deployment.public_reason}", retry_after=1)
-        return version.reading.intake
+        return version.reading
 
     async def _compute(
         self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, context: RequestContext
@@ -458,8 +461,9 @@ def _finished(
         if isinstance(answer, ItemError):
             results.append(make(error=answer, version=version, tokens=len(work.tokens)))
         elif isinstance(reading, JudgeReading):
+            assert isinstance(work, GenerateJob)
             assert isinstance(answer, list)
-            results.append(reading.finish(answer[0]))
+            results.append(reading.finish(work, answer[0]))
         else:
             assert isinstance(work, Work)
             assert isinstance(answer, np.ndarray)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plaudit.config.reward import KINDS
+from plaudit.config.reward import reward_by_kind
 from plaudit.config.serve import ServeTable, parse_serve, read_serve
 from plaudit.errors import ConfigError
 from plaudit.reward.directory import complete, only_predicts
@@ -73,7 +73,7 @@ def _named(option: str) -> tuple[str, str]:
 
 def completed(entry: Any, source: str) -> Any:
     """Completes an entry with what the model's directory says about how to read it."""
-    if not isinstance(entry, dict) or entry.get("kind") in set(KINDS) - {"outcome", "process"}:
+    if not isinstance(entry, dict) or reward_by_kind(entry) not in ("outcome", "process"):
         return entry
     if "path" not in entry:
         raise ConfigError(f"{source}: the key 'path' is missing")

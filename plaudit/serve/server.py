@@ -24,7 +24,7 @@ import uvloop
 from plaudit.config.keys import KeyTable
 from plaudit.config.serve import ListenTable, ServeTable
 from plaudit.errors import ConfigError, one_line
-from plaudit.serve.http.address import Tls, leave, listen
+from plaudit.serve.http.address import Tls, begin_no_connection, leave, listen
 from plaudit.serve.http.app import Admission, App
 from plaudit.serve.http.key_file import KeySource
 from plaudit.serve.http.keys import Keys
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 FILES_SECONDS = 1.0  # interval between checks of the key and certificate files
 T = TypeVar("T")
 VALUES_PER_ITEM = 64  # non-numeric values per item in a large JSON body: about twenty messages
+BEGUN_SECONDS = 0.25  # for connections that have begun when the server stops listening; some round trips
+IDLE_SECONDS = 1.0  # a connection that was used within this time before the end is expected to be used again
 LAG_WARNING = 1.0  # seconds of event loop delay above which it is logged
 
 
@@ -151,22 +153,19 @@ class _Server:
         )  # fmt: skip
         grpc = None if table.grpc_port is None else _grpc(app, table, self.tls)
         listener = Listener(app, limits, None if self.tls is None else self.tls.context)
-        await listener.start([sock])
+        servers = _Servers(sock, listener, grpc, self.log)
+        if table.listen == "start":
+            await servers.start()
         self._listen(models)
         beside = [self._tick(models, admission), self._follow_files(keys, admission)]
         tasks = [asyncio.create_task(each) for each in beside]
         code = 0
         try:
-            if grpc is not None:
-                await grpc.start()
-                self.log("grpc", port=grpc.port)
-            code = await self._until_stopped(models, admission, listener, address)
+            code = await self._until_stopped(models, admission, servers, address)
         finally:
             for task in tasks:
                 task.cancel()
-            await listener.stop()
-            if grpc is not None:
-                await grpc.stop()
+            await servers.stop()
             leave(table)
             app.readers.close()
             await models.close()
@@ -179,7 +178,7 @@ class _Server:
         return code
 
     async def _until_stopped(
-        self, models: ServerBackend, admission: Admission, listener: Listener, address: str
+        self, models: ServerBackend, admission: Admission, servers: _Servers, address: str
     ) -> int:  # fmt: skip
         opening = asyncio.create_task(models.open())
         stopping = asyncio.create_task(self._stop.wait())
@@ -188,6 +187,8 @@ class _Server:
             opening.cancel()
             return 0
         opening.result()
+        if self.table.listen == "ready":
+            await servers.start()
         self._listen(models)  # again: Ray replaces signal handlers when it starts
         self._freeze_heap()
         self._announce(models, address)
@@ -203,7 +204,10 @@ class _Server:
         admission.draining = True
         self.log("draining", open_requests=admission.open_requests)
         until = time.monotonic() + self.table.drain_seconds
-        while (unfinished := admission.open_requests or listener.unwritten()) and time.monotonic() < until:
+        await servers.refuse(self.table.drain_seconds)
+        while (unfinished := admission.open_requests or servers.unwritten()) or servers.in_use():
+            if time.monotonic() > until:
+                break
             await asyncio.sleep(0.02)
         return 1 if unfinished else 0
 
@@ -285,6 +289,42 @@ class _Server:
         """Print a line; a full disk or a closed terminal is ignored."""
         with contextlib.suppress(OSError):
             os.write(file, f"plaudit {self.command}: {line}\n".encode())
+
+
+class _Servers:
+    """The HTTP and the gRPC server of one application."""
+
+    def __init__(self, sock: socket.socket, http: Listener, grpc: GrpcServer | None, log: Log) -> None:
+        self._sock = sock
+        self._http = http
+        self._grpc = grpc
+        self._log = log
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._http.start([self._sock])
+        if self._grpc is not None:
+            await self._grpc.start()
+            self._log("grpc", port=self._grpc.port)
+
+    async def refuse(self, seconds: float) -> None:
+        """Accept no more connections, without losing one that has begun. gRPC also tells its clients to leave."""
+        if self._grpc is not None:
+            self._leaving = asyncio.create_task(self._grpc.stop(seconds))
+        begin_no_connection(self._sock)
+        await asyncio.sleep(BEGUN_SECONDS)
+        self._http.refuse()
+
+    def unwritten(self) -> int:
+        return self._http.unwritten()
+
+    def in_use(self) -> bool:
+        return self._http.in_use(IDLE_SECONDS)
+
+    async def stop(self) -> None:
+        await self._http.stop()
+        if self._grpc is not None:
+            await self._grpc.stop()
 
 
 def _grpc(app: App, table: ListenTable, tls: Tls | None) -> GrpcServer:

@@ -22,7 +22,8 @@ from plaudit.serve.judge import JudgeReading
 from plaudit.serve.workers.deployment import Deployment
 
 Scoring = OutcomeReading | ProcessReading | JudgeReading
-Reading = Scoring | LogprobsReading | EmbeddingReading
+TextReading = OutcomeReading | ProcessReading | LogprobsReading | EmbeddingReading
+Reading = TextReading | JudgeReading
 Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
 SAMPLED_BYTES = 32 * 1024  # of each end of a body that is hashed for routing
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.interop.conftest import Chains
 from tests.interop.environments import ROOT, run_client
+from tests.reward import tiny
+from tests.reward.conversations import TEMPLATES, tokenizer_of
 from tests.serve.process import ServerProcess
 
 pytestmark = pytest.mark.interop
@@ -52,3 +54,15 @@ def test_trl(server: ServerProcess, answers: Chains, trainer: str, asynchronous:
     assert result["steps"] == len(result["means"]) == len(result["losses"]) == 2
     assert all(math.isfinite(value) for value in [*result["means"], *result["losses"]])
     assert server.metric("plaudit_items_total", model="sums") - before == 2 * 8
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_trl_with_the_reward_model_in_its_process_has_the_same_rewards(tmp_path: Path, name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    reward = tiny.write(tmp_path / "reward", tiny.model("outcome", tokenizer, ("reward",)), tokenizer)
+    policy = tiny.write(tmp_path / "policy", tiny.model("causal", tokenizer), tokenizer)
+    with ServerProcess({"models": {"reward": {"path": reward}}}) as server:
+        inputs = {"url": server.url, "policy": policy, "reward": reward, "prompts": ["hello", "\nhell "]}
+        rewards = run_client(".venv-interop", "trl_conversations", inputs)
+    assert len(set(rewards["remote"])) > 1
+    assert rewards["remote"] == pytest.approx(rewards["in process"], abs=5e-5), rewards["completions"]

@@ -181,3 +181,19 @@ def test_a_child_whose_start_is_cancelled_is_killed() -> None:
     child, sock = children[0]
     assert child.poll() == -signal.SIGKILL
     assert sock.fileno() == -1, "it is closed"
+
+
+def test_a_killed_nursery_is_replaced_once_however_many_threads_meet_it() -> None:
+    """Each would otherwise close the nursery that another has just started, with its children."""
+    started()[1].close()
+    (settings,) = [each for each in spawn._nurseries if spawn._settings(os.environ) == each]
+    killed = spawn._nurseries[settings]
+    assert killed._process is not None
+    killed._process.kill()
+    killed._process.wait()
+    with ThreadPoolExecutor(4) as threads:
+        children = list(threads.map(lambda _: started(), range(4)))
+    pids = [child.pid for child, _ in children]
+    for pid, (_, sock) in zip(pids, children, strict=True):
+        with sock:
+            assert ask(sock, "facts")["pid"] == pid

@@ -13,6 +13,7 @@ from plaudit.errors import ConfigError, ModelError
 from plaudit.models import resolve, save
 from plaudit.records import Item
 from plaudit.reward import complete, load_reward
+from plaudit.reward.rules.rule import RuleReward
 from plaudit.train.run.progress import Progress
 from plaudit.train.run.run import Run
 from plaudit.train.supervised.model import reward_toml
@@ -175,3 +176,16 @@ def test_rules_judges_and_tables_load_without_torch(names: str) -> None:
 def test_readings_load_without_torch() -> None:
     code = "from plaudit.reward import OutcomeReading, ProcessReading; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_keys_of_a_table_load_as_a_recipe_reads_them() -> None:
+    rule = load_reward({"rule": "exact", "answer": r"#(\d+)$"})
+    assert isinstance(rule, RuleReward)
+    rule.close()
+    assert load_reward({"path": "sums"}).version == load_reward("sums").version
+    for wrong, message in (
+        ({}, "neither path, rule nor template"), ({"kind": "judge"}, "the key 'template' is missing"),
+        ({"path": "sums", "pth": 1}, "unknown key 'pth'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_reward(wrong)

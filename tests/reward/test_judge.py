@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from plaudit.config.reward import JudgeTable, parse_reward
 from plaudit.errors import ConfigError, Refused
-from plaudit.records import Item
+from plaudit.records import Item, Score
 from plaudit.reward import EngineAsk, HttpAsk, Judge, JudgeReward, load_reward
+from plaudit.reward.judges.judge import generated_answer
 
 from . import tiny
 
@@ -103,8 +105,9 @@ class Server:
         self._http.server_close()
 
 
-def reply_with(text: Any) -> tuple[int, Any]:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def reply_with(text: Any, finish: Any = "stop", **fields: Any) -> tuple[int, Any]:
+    message = {"role": "assistant", "content": text, **fields}
+    return 200, {"choices": [{"message": message, "finish_reason": finish}]}
 
 
 @pytest.fixture
@@ -178,6 +181,49 @@ def test_permanent_errors_are_not_retried(serve: Any, reply: tuple[int, Any]) ->
     assert [path for path, *_ in server.requests] == ["/v1/chat/completions"]
 
 
+@pytest.mark.parametrize("finish", ["length", "content_filter", "tool_calls", "abort", "", None, 7])
+def test_answer_that_is_not_finished_has_no_score(serve: Any, finish: Any) -> None:
+    server = serve(lambda body: reply_with("<think>Criterion 1 is met. Criterion 2", finish))
+    assert scores_over_http(server, ITEMS[:1]) == ["judge_unreadable"]
+    server = serve(lambda body: reply_with("I say 3", finish))
+    assert scores_over_http(server, ITEMS[:1]) == ["judge_unreadable"]
+    server = serve(lambda body: reply_with(None, finish, reasoning_content="3"))
+    assert scores_over_http(server, ITEMS[:1]) == ["judge_unreadable"]
+    assert len(server.requests) == 1, "it would be cut again"
+
+
+def test_server_without_finish_reason_is_not_trusted(serve: Any) -> None:
+    reply = {"choices": [{"message": {"role": "assistant", "content": "7"}}]}
+    table = judge_table(url=serve(lambda body: (200, reply)).url)
+    reward = JudgeReward(Judge(table), HttpAsk(table))
+    (score,) = reward.score(ITEMS[:1])
+    reward.close()
+    assert score.error is not None
+    assert score.error.message.startswith("the judge's server sent no finish_reason")
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>Criterion 1 is met. Criterion 2 is not.</think>\nI say 7", 7.0),
+        ("3 of the criteria are met, or 4?</think>I say 7", 7.0),  # the template wrote <think>
+        ("I say 7\n<think>or rather 3", 7.0),
+        ("<think>3", "judge_unreadable"), ("<think>3</think>", "judge_unreadable"), ("3</think>", "judge_unreadable"),
+        ("<think>1</think>I say 7<think>2</think>.", 7.0), ("<think>1 <think>2</think> 3</think>I say 7", 7.0),
+    ],
+)  # fmt: skip
+def test_thinking_is_not_read(serve: Any, text: str, score: Any) -> None:
+    assert scores_over_http(serve(lambda body: reply_with(text)), ITEMS[:1]) == [score]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thinking_in_a_field_is_not_read(serve: Any, field: str) -> None:
+    fields = {field: "Criterion 3 is met"}
+    assert scores_over_http(serve(lambda body: reply_with("I say 7", **fields)), ITEMS[:1]) == [7.0]
+    assert scores_over_http(serve(lambda body: reply_with("", **fields)), ITEMS[:1]) == ["judge_unreadable"]
+    assert scores_over_http(serve(lambda body: reply_with(None, **fields)), ITEMS[:1]) == ["judge_unreadable"]
+
+
 def test_timeout_and_unreachable_judge_are_errors(serve: Any) -> None:
     def slow(body: dict[str, Any]) -> tuple[int, Any]:
         release.wait(60)
@@ -224,7 +270,38 @@ def test_judge_in_this_process_by_the_core_engine(tmp_path: Path) -> None:
     texts = ask([conversations[0], long, conversations[1]])
     assert texts[0] == ask([conversations[0]])[0]
     assert getattr(texts[1], "type", None) == "judge_failed"
-    assert isinstance(texts[2], str)
+    assert texts[2] == ask([conversations[1]])[0]
     # an untrained judge gives unreadable answers, which are errors and not numbers
     assert {r.error.type for r in reward.score(ITEMS) if r.error} <= {"judge_unreadable"}
     reward.close()
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(40, 15.0), (3, "judge_unreadable"), (1, "judge_unreadable")])
+def test_only_a_finished_answer_of_the_core_engine_is_read(max_tokens: int, expected: Any) -> None:
+    table = judge_table(
+        path="sums-policy", template="{prompt}{response}", pattern=r"(\d+)", high=100.0, max_tokens=max_tokens
+    )
+    reward = load_reward(table)
+    (score,) = reward.score([Item(prompt="7+8=", response="7+8=15;")])
+    assert isinstance(score, Score)
+    assert (score.error.type if score.error else score.value) == expected
+    reward.close()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_thinking_of_the_core_engine_is_not_read(special: bool) -> None:
+    tokenizer = tiny.chatml()
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in ("<think>", "</think>")])
+
+    def answer(prompt: str, text: str, finish: str = "stop") -> Any:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        shown = tokenizer.decode(ids, skip_special_tokens=True)
+        found = generated_answer(tokenizer, tokenizer.encode(prompt), ids, shown, finish, 99)
+        return found if isinstance(found, str) else found.type
+
+    assert answer("q", "<think>3</think>7") == "7"
+    assert answer("q<think>\n", "3</think>7") == "7"
+    assert answer("q<think>\n", "3") == ""
+    assert answer("q<think>\n\n</think>\n\n", "7") == "7"
+    assert answer("q", "<think>3") == ""
+    assert answer("q", "7", "length") == answer("q", "7", "abort") == "judge_unreadable"

@@ -1,5 +1,6 @@
 """Makes gRPC calls in a separate process, because gRPC's threads are incompatible with forks. Input (stdin, JSON): the
-port, the calls and, for TLS, the CA, certificate and key. Output: the fields of each response, or its error status."""
+port, the calls (with fields, or a body in hexadecimal) and, for TLS, the CA, certificate and key. Output: the fields of
+each response, or its error status."""
 
 import json
 import sys
@@ -29,14 +30,15 @@ if "ca" in config:
     files = [Path(config[name]).read_bytes() if name in config else None for name in ("ca", "key", "cert")]
     channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*files))
 else:
-    channel = grpc.insecure_channel(address)
+    channel = grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)])
 results = []
 for call in config["calls"]:
     name = call["method"]
-    request = ParseDict(call.get("fields", {}), MESSAGES[f"{name}Request"]())
-    method = channel.unary_unary(
-        f"/{SERVICE}/{name}", type(request).SerializeToString, MESSAGES[f"{name}Response"].FromString
-    )
+    if "body" in call:
+        request = bytes.fromhex(call["body"])
+    else:
+        request = ParseDict(call.get("fields", {}), MESSAGES[f"{name}Request"]()).SerializeToString()
+    method = channel.unary_unary(f"/{SERVICE}/{name}", None, MESSAGES[f"{name}Response"].FromString)
     metadata = tuple(call.get("metadata", {}).items())
     try:
         results.append(fields(method(request, timeout=100, metadata=metadata, wait_for_ready=call.get("wait", True))))

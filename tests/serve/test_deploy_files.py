@@ -10,12 +10,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 
 from plaudit.cli import app
 from plaudit.config.serve import ServeTable, parse_serve
+from tests.command import plaudit_here
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KEYS = "/etc/plaudit/keys"
@@ -103,16 +103,27 @@ def test_kubernetes_manifest_matches_the_configuration() -> None:
     assert pod["spec"]["securityContext"]["runAsUser"] == int(dockerfile()["USER"][0])
 
 
-@pytest.mark.parametrize("key", ["execstartpre", "execstart"])
-def test_systemd_unit_matches_the_configuration(key: str) -> None:
+def test_systemd_unit_matches_the_configuration() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.read(DEPLOY / "plaudit.service")
     service = unit["Service"]
-    program, *arguments = shlex.split(service[key])
+    program, *arguments = shlex.split(service["execstart"])
     assert Path(program).name == "plaudit"
-    options = parsed(arguments)
-    assert options["config"] == Path(CONFIG)
-    assert options["check"] == (key == "execstartpre")
+    assert parsed(arguments)["config"] == Path(CONFIG)
     table = checked((DEPLOY / "serve.toml").read_text())
     assert int(service["timeoutstopsec"]) > table.drain_delay + table.drain_seconds
     assert "-HUP" in service["execreload"]
+
+
+def test_systemd_does_not_restart_a_wrong_configuration_for_ever(tmp_path: Path) -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read(DEPLOY / "plaudit.service")
+    service = unit["Service"]
+    # RestartPreventExitStatus holds for the main process, and Restart=on-failure for all.
+    assert not [key for key in service if key.startswith("exec") and key not in ("execstart", "execreload")]
+    wrong = tmp_path / "serve.toml"
+    wrong.write_text("nonsense = 1")
+    code = plaudit_here("serve", "--config", str(wrong)).returncode
+    assert code == int(service["restartpreventexitstatus"])
+    most = float(unit["Unit"]["startlimitburst"]) * float(service["restartsec"])
+    assert most < float(unit["Unit"]["startlimitintervalsec"]), "the limit would never be reached"

@@ -207,3 +207,27 @@ def test_a_grpc_port_without_its_protocol_is_rejected(server: ServerProcess) -> 
     result = plaudit_here("serve", "--model", "sums", "--port", "0", "--grpc-port", "1", "--protocols", "vllm")
     assert result.returncode == 2
     assert "which protocols does not list" in result.stdout + result.stderr
+
+
+def test_a_caller_without_a_key_is_refused_before_its_message_is_read(server: ServerProcess) -> None:
+    """Neither a message that is no protobuf nor one above the limit makes a difference."""
+    raw = [{"method": name, "body": body, "metadata": {}} for body in ("ff" * 100, "61" * 10_000_000)
+           for name in ("ModelInfer", "ModelMetadata", "RepositoryIndex")]  # fmt: skip
+    for answer in run_client(port_of(server), *raw):
+        assert answer["status"] == "UNAUTHENTICATED", answer
+    bodies = ("ff" * 100, "61" * 1_000_000)
+    unreadable, large = run_client(
+        port_of(server), *({"method": "ModelInfer", "body": body, "metadata": LET_IN} for body in bodies)
+    )
+    assert (unreadable["status"], large["status"]) == ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
+    assert unreadable["message"] == "the message is not a ModelInferRequest"
+
+
+def test_a_message_with_more_than_raw_tensors_is_read_in_another_process(server: ServerProcess) -> None:
+    tokens = [5] * 900
+    typed = rows_request([tokens] * 80, raw=False)  # 72,000 numbers
+    padding = {"modelName": "sums", "inputs": [{"name": "x"}] * 30_000}
+    scored, padded = run_client(port_of(server), infer(typed), infer(padding))
+    assert scored["status"] == "INVALID_ARGUMENT", scored
+    assert "tokens" in scored["message"]
+    assert padded["status"] == "INVALID_ARGUMENT"

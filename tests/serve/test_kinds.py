@@ -38,7 +38,8 @@ class OpenAI(BaseHTTPRequestHandler):
             SLOW.append(question)
             time.sleep(0.2)
         text = "I would rather not" if "nonsense" in question else f"score: {sum(c.isdigit() for c in question)}"
-        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+        message = {"role": "assistant", "content": text}
+        reply = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(reply)))
@@ -72,6 +73,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             "writer": {
                 "kind": "judge", "path": "sums-policy", "template": "{prompt}{response}", "pattern": "#(\\d+)",
                 "high": 100.0, "max_tokens": 40,
+            },
+            "cut": {
+                "kind": "judge", "path": "sums-policy", "template": "{prompt}{response}", "pattern": "(\\d+)",
+                "high": 100.0, "max_tokens": 3,
             },
             "blend": {"kind": "blend", "members": {"sums": 0.5, "exact": 2.0}},
         }
@@ -108,6 +113,12 @@ def test_a_local_judge_gives_the_number_in_its_text(server: ServerProcess) -> No
     assert results(server, "writer", "7+8=15;")["scores"] == [15.0]
 
 
+def test_a_local_judges_answer_that_was_cut_has_no_score(server: ServerProcess) -> None:
+    error = results(server, "cut", "7+8=15;")["error"]
+    assert error["type"] == "judge_unreadable"
+    assert "finish_reason 'length'): it needs more than max_tokens = 3" in error["message"]
+
+
 def test_a_blend_is_the_weighted_sum_of_its_members(server: ServerProcess) -> None:
     sums = results(server, "sums", "7+8=15;#15", "#16")["scores"]
     blended = results(server, "blend", "7+8=15;#15", "#16")
@@ -124,7 +135,7 @@ def test_models_are_listed_with_their_kind(server: ServerProcess) -> None:
     listed = {m["id"]: m["kind"] for m in server.http.get("/v1/models").json()["data"]}
     assert listed == {
         "sums": "outcome", "exact": "rule", "length": "rule", "judge": "judge", "writer": "judge", "blend": "blend",
-        "regex": "rule", "few": "judge",
+        "regex": "rule", "few": "judge", "cut": "judge",
     }  # fmt: skip
 
 

@@ -231,6 +231,14 @@ def test_a_canary_gets_its_share_is_counted_separately_and_survives_a_restart(ro
         assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"0-{old}"
         assert canaries(server) == []
         assert {one(server, text)[0] for text in texts} == {f"0-{old}"}
+        state_file.rename(tmp_path / "aside")
+        state_file.mkdir()  # where no file can be written, as on a full disk
+        unwritten = post(server, "/admin/swap", model="rotated", path="scaled")
+        assert unwritten.status_code == 507
+        assert (unwritten.json()["error"]["type"], unwritten.json()["error"]["retryable"]) == ("storage", True)
+        assert one(server, texts[0])[0] == f"0-{old}"
+        state_file.rmdir()
+        (tmp_path / "aside").rename(state_file)
         post(server, "/admin/swap", model="rotated", path="scaled")
         post(server, "/admin/swap", model="rotated", path="plain", share=0.4)
 

@@ -5,13 +5,15 @@
 3. What is still a whole control string was written by the template. The text between loses its marks and is read
    literally.
 
-Where no content would have become a control token this is exactly `tokenizer.apply_chat_template`.
+Where no content would have become a control token this is exactly `tokenizer.apply_chat_template`, except that a key of
+a message whose value is None, and an empty list of tool calls, are the same as a missing key.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -27,28 +29,40 @@ Message = Mapping[str, Any]
 
 def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
-    seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """Return the token ids of a conversation. The template has `seconds` to render it. `variables` are further inputs
-    of the template: tools, or its own switches. Their text does not become control tokens either."""
-    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds, variables=variables)[0]
+    of the template: tools, or its own switches. Their text does not become control tokens either. With
+    `continue_final_message` it ends behind the content of the last message, which is unfinished."""
+    return render_chats(
+        tokenizer, [messages], add_generation_prompt, continue_final_message=continue_final_message, seconds=seconds,
+        variables=variables,
+    )[0]  # fmt: skip
 
 
 def render_chats(
     tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
-    *, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
+    *, continue_final_message: bool = False, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Render many conversations in one call to the template process. The first failure is raised."""
     template, seams = _template(tokenizer, variables), _Seams(codec_of(tokenizer))
     guards, guarded, guarded_variables = [], [], []
     for messages in conversations:
         _check_messages(messages, template)
-        guards.append(guard := _Guard(seams, _choose_mark(template, [*messages, variables or {}])))
+        guards.append(guard := _Guard(seams, *_choose_marks(template, [*messages, variables or {}])))
         guarded.append([guard.value(with_tool_calls(message)) for message in messages])
         guarded_variables.append({name: guard.value(value, literal=()) for name, value in (variables or {}).items()})
+        if continue_final_message:
+            guard.mark_end(guarded[-1][-1])
     rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds, guarded_variables)
+    if continue_final_message:
+        rendered = [guard.before_end(text) for guard, text in zip(guards, rendered, strict=True)]
     careful = [guard.used or seams.codec.unknown_ends for guard in guards]
-    plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
+    plain = iter(
+        _encode_plain(
+            tokenizer, seams.codec, [text for text, marked in zip(rendered, careful, strict=True) if not marked]
+        )
+    )
     return [
         _encode_guarded(tokenizer, seams.codec, text, guard.mark) if marked else next(plain)
         for guard, text, marked in zip(guards, rendered, careful, strict=True)
@@ -63,13 +77,17 @@ def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message],
 
 
 def with_tool_calls(message: Message) -> dict[str, Any]:
-    """Convert an assistant's tool calls to the form templates expect, as vLLM does: missing content is an empty text,
-    and the arguments, which OpenAI clients send as JSON text, are an object."""
-    message = dict(message)
+    """Convert a message to the form templates expect. OpenAI's clients send missing fields as null, which templates
+    take for present. An assistant's tool calls are converted as by vLLM: missing content is an empty text, and the
+    arguments, which OpenAI clients send as JSON text, are an object."""
+    message = {name: value for name, value in message.items() if value is not None or name == "content"}
     calls = message.get("tool_calls")
+    if calls == []:
+        del message["tool_calls"]
+        return message
     if message.get("role") != "assistant" or not isinstance(calls, list):
         return message
-    if message.get("content") is None and calls:
+    if message.get("content") is None:
         message["content"] = ""
     return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
 
@@ -94,8 +112,21 @@ def _render(
 
 
 class _Guard:
-    def __init__(self, seams: _Seams, mark: str) -> None:
-        self.seams, self.mark, self.used = seams, mark, False
+    def __init__(self, seams: _Seams, mark: str, end: str) -> None:
+        self.seams, self.mark, self.end, self.used = seams, mark, end, False
+
+    def mark_end(self, message: dict[str, Any]) -> None:
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+            raise RequestError("the last message, which is unfinished, must have a text as content and no tool calls")
+        message["content"] += f"{self.end} "
+
+    def before_end(self, rendered: str) -> str:
+        """What the template writes up to the end of the last content, as transformers determines it: if it loses the
+        space that follows, the template trims contents."""
+        text, found, rest = rendered.rpartition(self.end)
+        if not found:
+            raise RequestError("the chat template omits the content of the last message, which is unfinished")
+        return text if rest.startswith(" ") else text.rstrip()
 
     def value(self, value: Any, key: str = "", literal: Sequence[str] = ("role", "type")) -> Any:
         """`literal`: keys whose text stays as it is."""
@@ -136,18 +167,19 @@ class _Seams(dict[str, list[int]]):
     def _ends(self, text: str) -> set[int]:
         """Ends of the text, as it is or trimmed, that the template's own text could complete to a control string."""
         places = set()
-        stripped = text.strip()
+        codec, stripped = self.codec, text.strip()
         if stripped:
             start = text.find(stripped)
-            controls = self.codec.controls.values()
-            if stripped.startswith(self.codec.tails) or any(stripped in control for control in controls):
+            inside = len(stripped) <= codec.longest and any(stripped in each for each in codec.controls.values())
+            if inside or codec.begins_as_one_ends(stripped):
                 places.add(start)
-            if stripped.endswith(self.codec.heads):
+            if codec.ends_as_one_begins(stripped):
                 places.add(start + len(stripped))
-        if text.startswith(self.codec.tails):
-            places.add(0)
-        if text.endswith(self.codec.heads):
-            places.add(len(text))
+        if text != stripped:
+            if codec.begins_as_one_ends(text):
+                places.add(0)
+            if codec.ends_as_one_begins(text):
+                places.add(len(text))
         return places
 
     def _hidden(self, text: str) -> bool:
@@ -155,7 +187,29 @@ class _Seams(dict[str, list[int]]):
         return self.codec.pattern.search(self.codec.backend.normalizer.normalize_str(text)) is not None
 
 
-def _encode_plain(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+def _encode_plain(tokenizer: PreTrainedTokenizerFast, codec: Codec, texts: list[str]) -> list[list[int]]:
+    """Texts in which every control string is a control token. The tokenizer encodes what is between two of these alone,
+    so that what conversations share, such as a long prompt, is encoded once."""
+    if not codec.divides:
+        return _encode_whole(tokenizer, texts)
+    divided = [_divided(codec, text) for text in texts]
+    parts = dict.fromkeys(part for each in divided for part in each)
+    ids = codec.parts.get_all(parts)
+    new = [part for part in parts if part not in ids]
+    encoded = dict(zip(new, _encode_whole(tokenizer, new), strict=True))
+    codec.parts.put_all(encoded)
+    ids.update(encoded)
+    return [[token for part in each for token in ids[part]] for each in divided]
+
+
+def _divided(codec: Codec, text: str) -> list[str]:
+    """The parts of a text, each of which but the first begins with a control string."""
+    starts = [match.start() for match in codec.strings.finditer(text)]
+    cuts = sorted({0, *starts, len(text)})
+    return [text[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _encode_whole(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """Together: the tokenizer takes a core for each."""
     if not texts:
         return []
@@ -210,12 +264,13 @@ def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
 
 
-def _choose_mark(template: str, messages: Sequence[Message]) -> str:
+def _choose_marks(template: str, messages: Sequence[Message]) -> tuple[str, str]:
+    """One for control strings, one for the end of the last content."""
     seen = template + repr(messages)
-    for mark in MARKS:
-        if mark not in seen and _escaped(mark) not in seen:
-            return mark
-    raise RequestError("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
+    free = list(islice((mark for mark in MARKS if mark not in seen and _escaped(mark) not in seen), 2))
+    if len(free) < 2:
+        raise RequestError("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF; remove some")
+    return free[0], free[1]
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:

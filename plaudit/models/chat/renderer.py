@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,20 @@ class Renderer:
         common = {
             "template": template, "add_generation_prompt": add_generation_prompt, "names": names, "seconds": seconds
         }  # fmt: skip
-        requests = [
-            {**common, "messages": messages, "variables": each}
-            for messages, each in zip(conversations, variables, strict=True)
-        ]
-        lines = [json.dumps(request).encode() + b"\n" for request in requests]
+        lines = [json.dumps(common).encode() + b"\n"]
+        before: Sequence[Mapping[str, Any]] = ()
+        for messages, each in zip(conversations, variables, strict=True):
+            # Responses to one prompt share all messages but the last.
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(messages, before, strict=False)))
+            request = {"shared": shared, "messages": messages[shared:], "variables": each}
+            lines.append(json.dumps(request).encode() + b"\n")
+            before = messages
         with self._lock:
-            replies, _ = exchange_lines(*pipes(self._worker()), b"".join(lines), len(lines), seconds)
-            if len(replies) < len(lines):
+            replies, _ = exchange_lines(*pipes(self._worker()), b"".join(lines), len(conversations), seconds)
+            if len(replies) < len(conversations):
                 self.close()
         texts = [_read_reply(reply) for reply in replies]
-        if len(texts) < len(lines):
+        if len(texts) < len(conversations):
             raise ModelError(
                 f"the chat template did not finish in {seconds:g} s or ran out of memory, and was stopped; "
                 "correct the template"

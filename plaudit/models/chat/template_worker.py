@@ -1,4 +1,7 @@
-"""Renders chat templates, one JSON request a line, for `renderer.py`. Imports nothing of Plaudit or transformers.
+"""Renders chat templates for `renderer.py`. Imports nothing of Plaudit or transformers.
+
+Each line is JSON: a template with what all conversations after it have in common, or a conversation, of which the first
+`shared` messages are those of the conversation before it. Only the latter have a reply.
 
 The environment is the one transformers gives a template: the immutable sandbox, trimmed blocks, loop controls, the
 `generation` tag, `tojson`, `raise_exception` and `strftime_now`. Stricter in one thing: touching a forbidden attribute
@@ -100,10 +103,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps({"kind": "ready"}), flush=True)
+    common: dict[str, Any] = {}
+    messages: list[Any] = []
     for line in sys.stdin:
         request = json.loads(line)
-        limit_cpu(request["seconds"])
-        print(json.dumps(answer(request)), flush=True)
+        if "template" in request:
+            common = request
+            continue
+        messages = [*messages[: request["shared"]], *request["messages"]]
+        limit_cpu(common["seconds"])
+        print(json.dumps(answer({**common, **request, "messages": messages})), flush=True)
 
 
 if __name__ == "__main__":

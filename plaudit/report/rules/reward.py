@@ -6,6 +6,7 @@ from statistics import fmean
 
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
+from plaudit.report.rules.examples import raise_lr
 
 FEW = 5  # evaluations of many items each that suffice to show a trend
 
@@ -68,7 +69,7 @@ def learning(run: History) -> Finding | None:
             "nothing learned",
             "watch",
             says,
-            "Raise train.lr or train longer; check whether groups differ in reward and whether samples are truncated.",
+            f"{raise_lr(run)} Train longer; check whether groups differ in reward and whether samples are truncated.",
         )
     says = f"Reward {number(before)} → {number(after)}; three standard errors are {number(noise)}."
     return Finding("learning", "fine", says)

@@ -23,6 +23,20 @@ def truncation(run: History) -> Finding | None:
     )
 
 
+def out_of_turns(run: History) -> Finding | None:
+    curve = run.curve("turns/out_of_turns")
+    if curve is None:
+        return None
+    share = curve.late()
+    says = f"{percent(share)} of episodes end because they have environment.max_turns"
+    if share <= 0.1:
+        return Finding("episodes end", "fine", f"{says}.")
+    cure = "Raise environment.max_turns, or let the environment end an episode that gets nowhere."
+    return Finding(
+        "too few turns", "bad" if share > 0.3 else "watch", f"{says}, before their environment ends them.", cure
+    )
+
+
 def length_growth(run: History) -> Finding | None:
     length, reward = run.curve("length/mean"), run.curve("reward/mean")
     if length is None or reward is None or len(length.finite) < ENOUGH or len(reward.finite) < ENOUGH:

@@ -16,8 +16,8 @@ import httpx
 from plaudit.config.reward import JudgeTable
 from plaudit.errors import ConfigError, PlauditError, RequestError
 from plaudit.models import render_chat
-from plaudit.records import ItemError
-from plaudit.reward.judges.judge import Conversation
+from plaudit.records import ItemError, Sample
+from plaudit.reward.judges.judge import Conversation, final_answer, generated_answer
 
 if TYPE_CHECKING:
     from plaudit.core import Engine
@@ -85,7 +85,7 @@ class HttpAsk:
                 status = response.status_code
                 if status != 200:
                     return _failed(f"the judge's server replied with status {status}"), status == 429 or status >= 500
-                return _content(content), False
+                return _answer(content, self.table.max_tokens), False
         except httpx.TimeoutException:
             return self._late(), False
         except (httpx.TransportError, UnicodeEncodeError) as error:
@@ -97,12 +97,17 @@ class HttpAsk:
         return ItemError("timeout", f"the judge did not answer within {self.table.timeout:g} s")
 
 
-def _content(content: bytes) -> str | ItemError:
+def _answer(reply: bytes, max_tokens: int) -> str | ItemError:
+    """Only the content counts: thinking in a field of its own (`reasoning_content`, `reasoning`) is never read."""
     try:
-        text: Any = json.loads(content)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        text = None
-    return text if isinstance(text, str) else _failed("the judge's reply has no choices[0].message.content")
+        choice: Any = json.loads(reply)["choices"][0]
+        message, finish = choice["message"], choice.get("finish_reason")
+        text, thought = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return _failed("the judge's reply has no choices[0].message")
+    if not isinstance(text, str) and (text is not None or (finish == "stop" and not thought)):
+        return _failed("the judge's reply has no choices[0].message.content")
+    return final_answer(text or "", finish, max_tokens)
 
 
 class EngineAsk:
@@ -139,7 +144,14 @@ class EngineAsk:
             if len(prompts) > 1:  # a prompt that is too long must not fail the others
                 return [text for prompt in prompts for text in self._generate([prompt])]
             return [_failed(str(error))]
-        return [sample.text if sample.error is None else _failed(sample.error.message) for sample in samples]
+        return [self._answer(*each) for each in zip(prompts, samples, strict=True)]
+
+    def _answer(self, prompt: list[int], sample: Sample) -> str | ItemError:
+        if sample.error is not None:
+            return _failed(sample.error.message)
+        return generated_answer(
+            self.tokenizer, prompt, sample.token_ids, sample.text, sample.finish_reason, self.table.max_tokens
+        )
 
 
 def _failed(message: str) -> ItemError:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plaudit.config.reward import JudgeTable
 from plaudit.errors import Refused
@@ -14,13 +14,18 @@ from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
 from plaudit.reward.rules.rule import prompt_and_response
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Conversation = list[dict[str, str]]
 PLACES = re.compile(r"\{(prompt|response|truth)\}")
+OPEN, CLOSE = "<think>", "</think>"
+THOUGHT = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
 
 
 class Ask(Protocol):
     def __call__(self, conversations: Sequence[Conversation]) -> Sequence[str | ItemError]:
-        """The answer to each conversation, or an error."""
+        """The final answer (`final_answer`) to each conversation, or an error."""
 
     def close(self) -> None: ...
 
@@ -81,6 +86,44 @@ class JudgeReward:
 
     def _read(self, answer: str | ItemError) -> Result:
         return Score(error=answer) if isinstance(answer, ItemError) else self.judge.read(answer)
+
+
+def final_answer(text: str, finish: object, max_tokens: int) -> str | ItemError:
+    """The answer without thinking. An answer that was cut has no verdict yet, whatever its last number is; neither has
+    one whose end is unknown, because the server sends no finish_reason."""
+    if finish == "stop":
+        return without_thinking(text)
+    if finish == "length":
+        return ItemError(
+            "judge_unreadable",
+            f"the judge's answer was cut (finish_reason 'length'): it needs more than max_tokens = {max_tokens}, or "
+            "than its context; set max_tokens higher",
+        )
+    if finish is None:
+        return ItemError(
+            "judge_unreadable",
+            "the judge's server sent no finish_reason, so a finished answer looks like one that was cut; use a server "
+            "that sends it",
+        )
+    return ItemError("judge_unreadable", f"the judge's answer has finish_reason {str(finish)[:40]!r}; expected 'stop'")
+
+
+def without_thinking(text: str) -> str:
+    """Removes every `<think>...</think>`, what precedes an end without a begin (chat templates may write the begin),
+    and what follows a begin without an end."""
+    return THOUGHT.sub("", text).rpartition(CLOSE)[2].partition(OPEN)[0]
+
+
+def generated_answer(
+    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], tokens: Sequence[int], text: str, finish: str,
+    max_tokens: int,
+) -> str | ItemError:  # fmt: skip
+    """The final answer of a model that our engine runs."""
+    if any(each.special and each.content in (OPEN, CLOSE) for each in tokenizer.added_tokens_decoder.values()):
+        text = str(tokenizer.decode(list(tokens)))  # the engine's text has no special tokens
+    if str(tokenizer.decode(list(prompt[-8:]))).rstrip().endswith(OPEN):  # written by the chat template
+        text = OPEN + text
+    return final_answer(text, finish, max_tokens)
 
 
 def as_text(value: Any) -> str:

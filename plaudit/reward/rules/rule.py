@@ -25,7 +25,7 @@ from typing import Any
 from plaudit.config.reward import RuleTable
 from plaudit.errors import ConfigError
 from plaudit.models.chat.renderer import KEPT_ENVIRONMENT, pipes
-from plaudit.process.lines import exchange_lines
+from plaudit.process.lines import Fault, exchange_lines, exchange_untrusted, has_output
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
 from plaudit.reward.version import digest
@@ -58,6 +58,11 @@ class RuleReward:
             print(
                 f"plaudit: WARNING: sandbox = false: the rule {table.function or table.rule!r} reads untrusted text "
                 "with all permissions of this user", file=sys.stderr,
+            )  # fmt: skip
+        if exposed and table.fork == "never":
+            print(
+                f'plaudit: WARNING: fork = "never": a response that the function {table.function!r} executes as code '
+                "can set the scores of other requests", file=sys.stderr,
             )  # fmt: skip
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # Rules that only compare texts also run without a sandbox (for example on a Mac) if nobody else is served.
@@ -170,7 +175,7 @@ class _Request:
         return self._line(responses=responses)
 
     def _line(self, **answers: Any) -> bytes:
-        return json.dumps({**self._about, **answers}).encode() + b"\n"
+        return json.dumps({**self._about, **answers}).encode()
 
 
 def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
@@ -198,6 +203,7 @@ class _Worker:
         self.table = table
         self._sandboxed = sandboxed
         self._required = required
+        self._forks = False  # it computes in processes of its own and enforces the time limit itself
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -224,7 +230,7 @@ class _Worker:
             wanting = "math_verify" in fault or "reasoning_gym" in fault
             cure = "; pip install 'plaudit[verify]'" if wanting else ""
             raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
-        self._sandboxed = bool(hello["mechanism"])
+        self._sandboxed, self._forks = bool(hello["mechanism"]), hello["forks"]
         return hello
 
     def call(self, lines: Sequence[bytes], together: int = 1) -> list[float | ItemError]:
@@ -240,6 +246,8 @@ class _Worker:
         """Answers to all lines, or up to the first that the process did not answer; at least one."""
         if self._closed:
             return [ItemError("rule_failed", "the rule was closed") for _ in range(len(lines) * together)]
+        if self._process is not None and has_output(pipes(self._process)[1]):  # it exited, or wrote unasked
+            self._end()
         if self._process is None:
             try:
                 self.start()
@@ -247,14 +255,14 @@ class _Worker:
                 return [ItemError("rule_failed", str(error)) for _ in range(len(lines) * together)]
         assert self._process is not None
         limit = together * self.table.timeout
-        seconds = limit + (GRACE_SECONDS if self._sandboxed else 0.0)
-        replies, late = exchange_lines(*pipes(self._process), b"".join(lines), len(lines), seconds)
-        answers = [answer for reply in replies for answer in _read(reply, together)]
-        if len(replies) < len(lines):
+        seconds = limit + (GRACE_SECONDS if self._forks else 0.0)
+        ending = [b""] if self.table.fork == "batch" else []  # an empty request ends the process of a batch
+        replies, fault = exchange_untrusted(*pipes(self._process), [*lines, *ending], seconds)
+        answers = [answer for reply in replies[: len(lines)] for answer in _read(reply, together)]
+        if fault:
             self._end()
-            too_late = f"the rule did not finish within {limit:g} s and was killed"
-            died = "the process of the rule crashed"
-            answers += [ItemError("timeout", too_late) if late else ItemError("rule_failed", died)] * together
+        if len(replies) < len(lines):
+            answers += [_fault(fault, limit)] * together
         return answers
 
     def stop(self) -> None:
@@ -273,6 +281,13 @@ class _Worker:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _fault(fault: Fault, limit: float) -> ItemError:
+    if fault == "late":
+        return ItemError("timeout", f"the rule did not finish within {limit:g} s and was killed")
+    wrote = "wrote more than one reply and was killed" if fault == "surplus" else "crashed"
+    return ItemError("rule_failed", f"the process of the rule {wrote}")
 
 
 def _read(reply: bytes, together: int) -> list[float | ItemError]:

@@ -1,31 +1,36 @@
 """Runs one rule for `rule.py`, with one JSON request per line. Imports little of Plaudit, so that rules start quickly.
 
-In the sandbox this process loads the rule and forks a child, which alone reads responses. A child that exceeds its time
-limit, or whose rule executes a response's code, is replaced by a new one: no response can affect the scores of others.
+This process loads the rule and forks children, which alone read responses, in the sandbox unless the function is the
+user's own. A user's function (unless `fork` says otherwise), and a scorer that executes a response's code, gets a new
+child for every call: whatever is changed in a child (modules, builtins, open descriptors, threads) ends with it, and
+cannot affect the scores of other responses. Other rules keep their child until it exceeds a limit or its output is not
+exactly one reply to a request.
 
 Output of a user's function is discarded: the real stdout is the connection to the parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import importlib
 import importlib.util
 import json
-import logging
 import math
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plaudit.process.lines import exchange_lines
+from plaudit.process.guard import children
+from plaudit.process.lines import Fault, exchange_lines, exchange_untrusted, has_output
 from plaudit.process.sandbox import NoSandbox, Sandbox
 from plaudit.reward.rules.user_function import UserFunction
 
@@ -35,6 +40,8 @@ MEMORY = 2 << 30  # memory limit in addition to what is loaded: 9^(9^(9^9)) is a
 LONGEST_REPLY = 1 << 14  # bytes of a reply line from the sandbox
 READY = b"ready"
 START_SECONDS = 30.0
+STRAY_SECONDS = 5.0
+PR_SET_CHILD_SUBREAPER = 36
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+~-]+)+[/\\]")
 
 
@@ -77,6 +84,8 @@ def _exact(answer: str, truth: str) -> bool:
 
 
 def _mathematics() -> Callable[[str, str], bool]:
+    import logging
+
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
     logging.disable()  # it warns on every call that its own time limits are off; the parent enforces one
@@ -221,71 +230,142 @@ def described(error: BaseException) -> str:
     return PATH.sub("", f"{type(error).__name__}: {text}" if text else type(error).__name__)[:LIMIT]
 
 
-class _Confined:
-    """A child process in the sandbox, replaced by a new one when it is used up."""
+class _Children:
+    """Forked processes that compute scores: one for each request of a user's function or of a scorer that executes
+    code, otherwise one for a batch or all requests, which is replaced after a reply that is late, missing, too long or
+    not alone.
 
-    def __init__(self, rule: Rule, table: dict[str, Any]) -> None:
+    sandbox  entered by every child; None: a user's own function, whose processes are ended with its child
+    private  descriptors of this process that a child must not have
+    """
+
+    def __init__(self, rule: Rule, table: dict[str, Any], sandbox: Sandbox | None, private: Sequence[int]) -> None:
         self._rule = rule
         self._table = table
-        self._sandbox = Sandbox()
-        self.mechanism = self._sandbox.mechanism
+        self._sandbox = sandbox
+        self._private = private
         self._pid = self._sink = self._source = 0
+        if sandbox is None:
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a child leaves behind becomes ours
+        self._own = {*children()}  # started when the function was loaded
         gc.collect()
         gc.freeze()  # avoids copy-on-write by the garbage collector in every child
-        self._start()
+        replies, _ = self._ask_new(b"", START_SECONDS, LONGEST_REPLY)
+        if replies != [READY]:
+            raise NoSandbox(replies[0].decode() if replies else "a process crashed on entering it")
 
     def answer(self, request: bytes) -> bytes:
+        if not request:  # the end of a batch
+            self.close()
+            return READY
+        count = _responses(self._rule, request)
+        seconds, longest = count * self._table["timeout"], count * LONGEST_REPLY
+        new = self._table["rule"] == "function" and self._table["fork"] == "response"
+        if new or (self._table["rule"] == "gym" and _runs_code(request)):
+            replies, fault = self._ask_new(request, seconds, longest)
+        else:
+            replies, fault = self._ask_kept(request, seconds, longest)
+        return replies[0] if replies else json.dumps(_faulty(fault, seconds)).encode()
+
+    def close(self) -> None:
+        if self._pid:
+            pid, self._pid = self._pid, 0
+            self._end(pid, self._sink, self._source)
+
+    def _ask_new(self, request: bytes, seconds: float, longest: int) -> tuple[list[bytes], Fault]:
+        """In a new process, with a new pipe: nothing that another process writes gets into it."""
+        source, replies = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._run((replies,), (source,), lambda: os.write(replies, self._reply(request) + b"\n"))
+        os.close(replies)
+        lines, fault = exchange_lines(-1, source, b"", 1, seconds, longest)
+        self._end(pid, source)
+        return [] if fault else lines, fault
+
+    def _ask_kept(self, request: bytes, seconds: float, longest: int) -> tuple[list[bytes], Fault]:
+        if self._pid and has_output(self._source):  # it wrote after its last reply, or exited
+            self.close()
         if not self._pid:
             self._start()
-        count = _responses(self._rule, request)
-        seconds = count * self._table["timeout"]
-        lines, late = exchange_lines(self._sink, self._source, request, 1, seconds, count * LONGEST_REPLY)
-        if not lines or (self._table["rule"] == "gym" and _runs_code(request)):
-            self.end()
-        if lines:
-            return lines[0]
-        too_late = _error("timeout", f"the rule did not finish within {seconds:g} s and was killed")
-        died = _error("rule_failed", "the process of the rule crashed, or returned an invalid score")
-        return json.dumps(too_late if late else died).encode()
-
-    def end(self) -> None:
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            os.close(self._sink)
-            os.close(self._source)
-            self._pid = 0
+        replies, fault = exchange_untrusted(self._sink, self._source, [request], seconds, longest)
+        if fault:
+            self.close()
+        return replies, fault
 
     def _start(self) -> None:
         requests, self._sink = os.pipe()
         self._source, replies = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._run(requests, replies)
-        os.close(requests)
-        os.close(replies)
-        hello, _ = exchange_lines(self._sink, self._source, b"", 1, START_SECONDS, LONGEST_REPLY)
-        if hello != [READY]:
-            self.end()
-            raise NoSandbox(hello[0].decode() if hello else "a process crashed on entering it")
 
-    def _run(self, requests: int, replies: int) -> NoReturn:
-        """Runs in the child."""
-        try:
-            self._sandbox.enter(MEMORY, (requests, replies))
-            os.write(replies, READY + b"\n")
+        def answer_all() -> None:
             with os.fdopen(requests, "rb") as lines:
                 for line in lines:
-                    os.write(replies, json.dumps(answer_to(self._rule, json.loads(line))).encode() + b"\n")
+                    nonce, _, request = line[:-1].partition(b" ")
+                    os.write(replies, b"%s %s\n" % (nonce, self._reply(request)))
+
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run((requests, replies), (self._sink, self._source), answer_all)
+        os.close(requests)
+        os.close(replies)
+
+    def _run(self, kept: Sequence[int], others: Sequence[int], answer: Callable[[], object]) -> NoReturn:
+        """Runs in the child. `kept`: its ends of its pipes, the last one for replies; `others`: this process's."""
+        try:
+            if self._sandbox is not None:
+                self._sandbox.enter(kept)
+            else:
+                for descriptor in (*self._private, *others):
+                    os.close(descriptor)
+            answer()
         except NoSandbox as error:
-            os.write(replies, f"{error}\n".encode())
+            os.write(kept[-1], f"{error}\n".encode())
         finally:
             os._exit(1)
 
+    def _reply(self, request: bytes) -> bytes:
+        return json.dumps(answer_to(self._rule, json.loads(request))).encode() if request else READY
 
-def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
+    def _end(self, pid: int, *pipes: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for pipe in pipes:
+            os.close(pipe)
+        if self._sandbox is None:
+            self._end_strays()
+
+    def _end_strays(self) -> None:
+        """Ends the processes that a user's function left behind."""
+        deadline = time.monotonic() + STRAY_SECONDS
+        while _has_children() and (strays := {*children()} - self._own):
+            if time.monotonic() > deadline:  # they multiply: end the whole group; the parent starts another
+                os.killpg(0, signal.SIGKILL)
+            for pid in strays:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _faulty(fault: Fault, seconds: float) -> dict[str, Any]:
+    if fault == "late":
+        return _error("timeout", f"the rule did not finish within {seconds:g} s and was killed")
+    if fault == "surplus":
+        return _error("rule_failed", "the process of the rule wrote more than its reply and was killed")
+    return _error("rule_failed", "the process of the rule crashed, or returned an invalid score")
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _in_this_process(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
     if table["rule"] != "function":
-        resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY, 2 * MEMORY))
+        allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = 2 * MEMORY if allowed == resource.RLIM_INFINITY else min(2 * MEMORY, allowed)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def answer(request: bytes) -> bytes:
         # If the parent exits while a rule loops, the kernel ends this process.
@@ -317,21 +397,27 @@ def main() -> None:
         "batched": False,
         "columns": [],
         "required": [],
+        "forks": False,
     }
-    confined: _Confined | None = None
+    forked: _Children | None = None
     try:
         rule = new_rule(table)
         hello["source"] = _source_of(rule)
         if isinstance(rule, UserFunction):
             hello |= {"batched": rule.batched, "columns": rule.columns, "required": rule.required}
+        sandbox: Sandbox | None = None
         if table["sandboxed"]:
             try:
-                confined = _Confined(rule, table)
-                hello["mechanism"] = confined.mechanism
+                sandbox = Sandbox(MEMORY)
+                forked = _Children(rule, table, sandbox, ())
+                hello["mechanism"] = sandbox.mechanism
             except NoSandbox:
                 if table["sandbox_required"]:
                     raise
-        answer = confined.answer if confined is not None else _unconfined(rule, table)
+        elif isinstance(rule, UserFunction) and table["fork"] != "never":
+            forked = _Children(rule, table, None, (requests.fileno(), back))
+        hello["forks"] = forked is not None
+        answer = _in_this_process(rule, table) if forked is None else forked.answer
     except NoSandbox as error:
         hello["fault"] = (
             f"this machine has no sandbox ({error}); sandbox = false runs the rule without one, with all permissions "
@@ -342,10 +428,13 @@ def main() -> None:
     os.write(back, json.dumps(hello).encode() + b"\n")
     if hello["fault"]:
         return
-    for line in requests:
-        os.write(back, answer(line) + b"\n")
-    if confined is not None:
-        confined.end()
+    try:
+        for line in requests:
+            nonce, _, request = line[:-1].partition(b" ")
+            os.write(back, b"%s %s\n" % (nonce, answer(request)))
+    finally:
+        if forked is not None:
+            forked.close()
 
 
 if __name__ == "__main__":

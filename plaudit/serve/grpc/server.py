@@ -2,25 +2,43 @@
 
 Each call is translated to the equivalent HTTP request and handled by the same application, so authentication, quotas,
 limits, deadlines, accounting and errors are those of HTTP. Tensors stay raw bytes.
+
+All handlers read their message as a stream, also where the client sends a single one: gRPC then calls them when the
+metadata has arrived, and the message is read only after its caller was admitted. On the wire there is no difference.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
-import numpy as np
 from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
 
 from plaudit.config.serve import LimitsTable, ListenTable
 from plaudit.errors import ConfigError
+from plaudit.serve.grpc.arrivals import Arrivals
 from plaudit.serve.grpc.messages import DATA_TYPES, MESSAGES, SERVICE
+from plaudit.serve.grpc.reading import HttpBody, read_infer, read_whole, split
 from plaudit.serve.http.address import Tls
 from plaudit.serve.http.app import App
-from plaudit.serve.http.message import Connection
+from plaudit.serve.http.message import (
+    INLINE_BYTES,
+    TENANT,
+    Access,
+    Connection,
+    Handler,
+    HttpError,
+    Reply,
+    Request,
+    Route,
+    Routes,
+)
+from plaudit.serve.protocols.triton.wire import write_error
 
 # Metadata keys a caller may send, with the meaning of the HTTP headers.
 METADATA = (
@@ -32,19 +50,9 @@ CODES = {
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }  # fmt: skip
-# The field of typed contents for each datatype, and its numpy dtype.
-CONTENTS = {
-    "BOOL": ("bool_contents", "?"), "INT8": ("int_contents", "<i1"), "INT16": ("int_contents", "<i2"),
-    "INT32": ("int_contents", "<i4"), "INT64": ("int64_contents", "<i8"), "UINT8": ("uint_contents", "<u1"),
-    "UINT16": ("uint_contents", "<u2"), "UINT32": ("uint_contents", "<u4"), "UINT64": ("uint64_contents", "<u8"),
-    "FP32": ("fp32_contents", "<f4"), "FP64": ("fp64_contents", "<f8"),
-}  # fmt: skip
 END_SECONDS = 1.0
+Call = Callable[[Any], Awaitable[bytes]]
 REWARDS = "plaudit.Rewards"  # forwards bodies of /v1/rewards unchanged, for `RewardClient`
-
-
-class BadMessage(Exception):
-    """The tensors of a message cannot be read."""
 
 
 class GrpcServer:
@@ -52,19 +60,25 @@ class GrpcServer:
 
     def __init__(self, app: App, table: ListenTable, tls: Tls | None) -> None:
         self._app = app
+        self._named = app.beside(Routes(self._routes()))
+        self._copying = asyncio.Lock()  # one after the other, because a copy of 64 MiB holds the GIL
+        self._arrivals = Arrivals(app.admission.arriving, table.limits.body_bytes)
         self._server = grpc.aio.server(options=_options(table.limits), maximum_concurrent_rpcs=table.limits.connections)
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                handler, MESSAGES[f"{name}Request"].FromString, MESSAGES[f"{name}Response"].SerializeToString
-            )
-            for name, handler in self._methods().items()
+        services: dict[str, Mapping[str, Call]] = {
+            SERVICE: self._methods(),
+            REWARDS: {"Score": self._score, "Live": self._live},
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        own = {
-            "Score": grpc.unary_unary_rpc_method_handler(self._score),
-            "Live": grpc.unary_unary_rpc_method_handler(self._live),
-        }  # fmt: skip
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REWARDS, own),))
+        for service, methods in services.items():
+            handlers = {name: grpc.stream_unary_rpc_method_handler(_lazily(each)) for name, each in methods.items()}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self._table = table
+        self._tls = tls
+        self.port = 0
+        if table.listen == "start":
+            self._bind()
+
+    def _bind(self) -> None:
+        table, tls = self._table, self._tls
         host = f"[{table.host}]" if ":" in table.host else table.host
         place = f"{host}:{table.grpc_port}"
         try:
@@ -76,58 +90,122 @@ class GrpcServer:
             raise ConfigError(f"cannot listen on {place}; choose another --grpc-port") from None
 
     async def start(self) -> None:
+        if not self.port:
+            self._bind()
         await self._server.start()
 
-    async def stop(self) -> None:
-        await self._server.stop(END_SECONDS)
+    async def stop(self, seconds: float = END_SECONDS) -> None:
+        """Accepts no more calls; those in progress get `seconds`."""
+        await self._server.stop(seconds)
 
-    def _methods(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
-        async def server_live(message: Any, context: Any) -> Any:
-            return MESSAGES["ServerLiveResponse"](live=await self._probe("/v2/health/live", context))
+    # From a call to HTTP. What is read from the message is read in the handler of a route, which is behind admission.
 
-        async def server_ready(message: Any, context: Any) -> Any:
-            return MESSAGES["ServerReadyResponse"](ready=await self._probe("/v2/health/ready", context))
+    def _routes(self) -> list[Route]:
+        def route(name: str, handler: Handler, access: Access = "key", *, work: bool = False) -> Route:
+            return Route("POST", _call_path(name), access, handler, "triton", work, errors=write_error)
 
-        async def model_ready(message: Any, context: Any) -> Any:
-            return MESSAGES["ModelReadyResponse"](ready=await self._probe(f"{_path(message)}/ready", context))
+        async def model_ready(request: Request) -> Reply:
+            return await self._forward(request, "GET", f"{_path(await _small('ModelReady', request))}/ready")
 
-        async def server_metadata(message: Any, context: Any) -> Any:
-            return _parsed("ServerMetadataResponse", await self._json("GET", "/v2", context))
+        async def model_metadata(request: Request) -> Reply:
+            return await self._forward(request, "GET", _path(await _small("ModelMetadata", request)))
 
-        async def model_metadata(message: Any, context: Any) -> Any:
-            return _parsed("ModelMetadataResponse", await self._json("GET", _path(message), context))
+        async def model_config(request: Request) -> Reply:
+            return await self._forward(request, "GET", f"{_path(await _small('ModelConfig', request))}/config")
 
-        async def model_config(message: Any, context: Any) -> Any:
-            config = await self._json("GET", f"{_path(message)}/config", context)
+        async def model_statistics(request: Request) -> Reply:
+            message = await _small("ModelStatistics", request)
+            path = f"{_path(message)}/stats" if message.name else "/v2/models/stats"
+            return await self._forward(request, "GET", path)
+
+        async def repository_index(request: Request) -> Reply:
+            message = await _small("RepositoryIndex", request)
+            reply = await self._forward(request, "POST", "/v2/repository/index")
+            models = msgspec.json.decode(reply.body)
+            return Reply.json([model for model in models if model["state"] == "READY" or not message.ready])
+
+        return [
+            route("ModelReady", model_ready, "open"), route("ModelMetadata", model_metadata),
+            route("ModelConfig", model_config), route("ModelStatistics", model_statistics),
+            route("RepositoryIndex", repository_index), route("ModelInfer", self._infer_route, work=True),
+        ]  # fmt: skip
+
+    async def _forward(self, request: Request, method: str, path: str) -> Reply:
+        endpoint = self._app.routes.find(method, path)
+        if request.route is not None and request.route.access == "open" != endpoint.access:
+            self._app.keys.admit(endpoint, request.credential())
+        request.path = path
+        return await endpoint.choose(request).handler(request)
+
+    async def _infer_route(self, request: Request) -> Reply:
+        message, limits = request.content, self._app.limits
+        parts = split(message, INLINE_BYTES)
+        if parts is None:
+            most = limits.structures, limits.json_values
+            call: HttpBody = await request.elsewhere(
+                read_whole, message, most, limits.structures, request.tenant, request.deadline
+            )
+        elif len(message) <= INLINE_BYTES:
+            call = read_infer(*parts)
+        else:
+            async with self._copying:
+                call = await asyncio.to_thread(read_infer, *parts)
+        request.grow(len(call.body))
+        request.content = call.body
+        request.headers[b"inference-header-content-length"] = str(call.head).encode()
+        return await self._forward(request, "POST", f"{_model_path(call.model, call.version)}/infer")
+
+    # From HTTP's reply to a response
+
+    def _methods(self) -> dict[str, Call]:
+        async def server_live(context: Any) -> bytes:
+            return _written("ServerLive", live=await self._probe(self._app, "GET", "/v2/health/live", context))
+
+        async def server_ready(context: Any) -> bytes:
+            return _written("ServerReady", ready=await self._probe(self._app, "GET", "/v2/health/ready", context))
+
+        async def model_ready(context: Any) -> bytes:
+            path = _call_path("ModelReady")
+            return _written("ModelReady", ready=await self._probe(self._named, "POST", path, context))
+
+        async def server_metadata(context: Any) -> bytes:
+            _, _, content = await self._call_or_abort(self._app, "GET", "/v2", context)
+            return _parsed("ServerMetadata", msgspec.json.decode(content))
+
+        async def model_metadata(context: Any) -> bytes:
+            return _parsed("ModelMetadata", await self._json("ModelMetadata", context))
+
+        async def model_config(context: Any) -> bytes:
+            config = await self._json("ModelConfig", context)
             for tensor in (*config["input"], *config["output"]):
                 tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
-            return _parsed("ModelConfigResponse", {"config": config})
+            return _parsed("ModelConfig", {"config": config})
 
-        async def model_statistics(message: Any, context: Any) -> Any:
-            path = f"{_path(message)}/stats" if message.name else "/v2/models/stats"
-            return _parsed("ModelStatisticsResponse", await self._json("GET", path, context))
+        async def model_statistics(context: Any) -> bytes:
+            return _parsed("ModelStatistics", await self._json("ModelStatistics", context))
 
-        async def repository_index(message: Any, context: Any) -> Any:
-            models = await self._json("POST", "/v2/repository/index", context)
-            if message.ready:
-                models = [model for model in models if model["state"] == "READY"]
-            return _parsed("RepositoryIndexResponse", {"models": models})
+        async def repository_index(context: Any) -> bytes:
+            return _parsed("RepositoryIndex", {"models": await self._json("RepositoryIndex", context)})
+
+        async def model_infer(context: Any) -> bytes:
+            _, headers, content = await self._call_or_abort(self._named, "POST", _call_path("ModelInfer"), context)
+            return _infer_response(content, int(headers[b"inference-header-content-length"]))
 
         return {
             "ServerLive": server_live, "ServerReady": server_ready, "ModelReady": model_ready,
             "ServerMetadata": server_metadata, "ModelMetadata": model_metadata, "ModelConfig": model_config,
-            "ModelStatistics": model_statistics, "RepositoryIndex": repository_index, "ModelInfer": self._infer,
+            "ModelStatistics": model_statistics, "RepositoryIndex": repository_index, "ModelInfer": model_infer,
         }  # fmt: skip
 
-    async def _score(self, body: bytes, context: Any) -> bytes:
-        return await self._own("POST", "/v1/rewards", context, body)
+    async def _score(self, context: Any) -> bytes:
+        return await self._own("POST", "/v1/rewards", context)
 
-    async def _live(self, body: bytes, context: Any) -> bytes:
+    async def _live(self, context: Any) -> bytes:
         return await self._own("GET", "/health/live", context)
 
-    async def _own(self, method: str, path: str, context: Any, body: bytes = b"") -> bytes:
+    async def _own(self, method: str, path: str, context: Any) -> bytes:
         """Returns the reply unchanged. Error headers of the HTTP reply become trailing metadata."""
-        status, headers, content = await self._call(method, path, context, body)
+        status, headers, content = await self._call(self._app, method, path, context)
         if status != 200:
             error = msgspec.json.decode(content).get("error") or {"type": "failed", "message": "a model has failed"}
             trailing = [("x-status", str(status)), ("x-error-type", error["type"])]
@@ -137,28 +215,18 @@ class GrpcServer:
             await context.abort(code or grpc.StatusCode.INVALID_ARGUMENT, error["message"], tuple(trailing))
         return content
 
-    async def _infer(self, message: Any, context: Any) -> Any:
-        try:
-            body, head = _http_body(message)
-        except BadMessage as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        path = _path(message, message.model_name, message.model_version)
-        extra = [(b"inference-header-content-length", str(head).encode())]
-        _, headers, content = await self._call_or_abort("POST", f"{path}/infer", context, body, extra)
-        return _infer_response(content, int(headers[b"inference-header-content-length"]))
-
-    async def _probe(self, path: str, context: Any) -> bool:
+    async def _probe(self, app: App, method: str, path: str, context: Any) -> bool:
         """Returns whether the endpoint is healthy; an unknown model is reported as not ready, as Triton does."""
-        return (await self._call("GET", path, context))[0] == 200
+        return (await self._call(app, method, path, context))[0] == 200
 
-    async def _json(self, method: str, path: str, context: Any) -> Any:
-        return msgspec.json.decode((await self._call_or_abort(method, path, context))[2])
+    async def _json(self, name: str, context: Any) -> Any:
+        return msgspec.json.decode((await self._call_or_abort(self._named, "POST", _call_path(name), context))[2])
 
     async def _call_or_abort(
-        self, method: str, path: str, context: Any, body: bytes = b"", extra: list[tuple[bytes, bytes]] | None = None
+        self, app: App, method: str, path: str, context: Any
     ) -> tuple[int, Mapping[bytes, bytes], bytes]:
         """Returns the reply; aborts the call if it is an error."""
-        status, headers, content = await self._call(method, path, context, body, extra)
+        status, headers, content = await self._call(app, method, path, context)
         if status != 200:
             wait = headers.get(b"retry-after")
             trailing = () if wait is None else (("retry-after", wait.decode()),)
@@ -167,25 +235,48 @@ class GrpcServer:
             await context.abort(code or grpc.StatusCode.INTERNAL, message, trailing)
         return status, headers, content
 
-    async def _call(
-        self, method: str, path: str, context: Any, body: bytes = b"", extra: list[tuple[bytes, bytes]] | None = None
-    ) -> tuple[int, Mapping[bytes, bytes], bytes]:
+    async def _call(self, app: App, method: str, path: str, context: Any) -> tuple[int, Mapping[bytes, bytes], bytes]:
         replies: list[Any] = []
 
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
+            async with self._arrivals.one(TENANT.get()):
+                message = await context.read()
+            if message is grpc.aio.EOF:
+                raise HttpError(400, "bad_message", "the call has no message")
+            return {"type": "http.request", "body": message, "more_body": False}
 
         async def send(event: Any) -> None:
             replies.append(event)
 
         scope = {
             "type": "http", "method": method, "path": path, "query_string": b"", "scheme": "grpc",
-            "server": ("grpc", self.port), "connection": Connection(), "arrived": True,
-            "headers": [(b"content-length", str(len(body)).encode()), *(extra or ()), *_headers(context)],
+            "server": ("grpc", self.port), "connection": Connection(), "headers": _headers(context),
         }  # fmt: skip
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
         start, *parts = replies
         return start["status"], dict(start["headers"]), b"".join(part["body"] for part in parts)
+
+
+def _lazily(handler: Call) -> Callable[[Any, Any], Awaitable[bytes]]:
+    async def call(_: Any, context: Any) -> bytes:
+        return await handler(context)
+
+    return call
+
+
+def _call_path(name: str) -> str:
+    return f"/{SERVICE}/{name}"
+
+
+async def _small(name: str, request: Request) -> Any:
+    """The message of a call that names a model."""
+    body = await request.body()
+    if len(body) > INLINE_BYTES:
+        raise HttpError(413, "too_large", f"a {name}Request has at most {INLINE_BYTES} bytes, not {len(body)}")
+    try:
+        return MESSAGES[f"{name}Request"].FromString(body)
+    except DecodeError:
+        raise HttpError(400, "bad_message", f"the message is not a {name}Request") from None
 
 
 def _headers(context: Any) -> list[tuple[bytes, bytes]]:
@@ -197,61 +288,25 @@ def _headers(context: Any) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _path(message: Any, name: str | None = None, version: str | None = None) -> str:
-    name, version = (message.name, message.version) if name is None else (name, version)
+def _path(message: Any) -> str:
+    return _model_path(message.name, message.version)
+
+
+def _model_path(name: str, version: str) -> str:
     return f"/v2/models/{name}" + (f"/versions/{version}" if version else "")
 
 
-def _parsed(kind: str, tree: Any) -> Any:
-    return ParseDict(tree, MESSAGES[kind](), ignore_unknown_fields=True)
+def _written(name: str, **values: Any) -> bytes:
+    content: bytes = MESSAGES[f"{name}Response"](**values).SerializeToString()
+    return content
 
 
-def _http_body(message: Any) -> tuple[bytes, int]:
-    """Returns the body of the same HTTP request, with all tensors as raw bytes, and the size of its JSON part."""
-    raw = list(message.raw_input_contents)
-    if raw and len(raw) != len(message.inputs):
-        raise BadMessage(
-            f"raw_input_contents has {len(raw)} tensors; expected one for each of {len(message.inputs)} inputs"
-        )
-    tensors = raw or [_typed_bytes(tensor) for tensor in message.inputs]
-    inputs = [
-        {
-            "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
-            "parameters": {**_plain(tensor.parameters), "binary_data_size": len(data)},
-        }
-        for tensor, data in zip(message.inputs, tensors, strict=True)
-    ]  # fmt: skip
-    head: dict[str, Any] = {
-        "id": message.id, "inputs": inputs, "parameters": {**_plain(message.parameters), "binary_data_output": True},
-    }  # fmt: skip
-    if message.outputs:
-        head["outputs"] = [
-            {"name": output.name, "parameters": {**_plain(output.parameters), "binary_data": True}}
-            for output in message.outputs
-        ]
-    text = msgspec.json.encode(head)
-    return b"".join([text, *tensors]), len(text)
+def _parsed(name: str, tree: Any) -> bytes:
+    content: bytes = ParseDict(tree, MESSAGES[f"{name}Response"](), ignore_unknown_fields=True).SerializeToString()
+    return content
 
 
-def _typed_bytes(tensor: Any) -> bytes:
-    if tensor.datatype == "BYTES":
-        texts = tensor.contents.bytes_contents
-        return b"".join(part for text in texts for part in (len(text).to_bytes(4, "little"), text))
-    if tensor.datatype not in CONTENTS:
-        raise BadMessage(f"input {tensor.name[:60]!r}: datatype {tensor.datatype[:20]!r} is not supported")
-    field, dtype = CONTENTS[tensor.datatype]
-    try:
-        return np.array(getattr(tensor.contents, field), dtype=dtype).tobytes()
-    except OverflowError:
-        raise BadMessage(f"input {tensor.name[:60]!r}: a value does not fit {tensor.datatype}") from None
-
-
-def _plain(parameters: Any) -> dict[str, Any]:
-    chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
-    return {name: getattr(parameters[name], which) for name, which in chosen.items() if which is not None}
-
-
-def _infer_response(content: bytes, size: int) -> Any:
+def _infer_response(content: bytes, size: int) -> bytes:
     head = msgspec.json.decode(content[:size])
     response = MESSAGES["ModelInferResponse"](
         model_name=head["model_name"], model_version=head["model_version"], id=head.get("id") or ""
@@ -262,13 +317,15 @@ def _infer_response(content: bytes, size: int) -> Any:
         end = at + output["parameters"]["binary_data_size"]
         response.raw_output_contents.append(content[at:end])
         at = end
-    return response
+    written: bytes = response.SerializeToString()
+    return written
 
 
 def _options(limits: LimitsTable) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.body_bytes), ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.header_bytes), ("grpc.so_reuseport", 0),
+        ("grpc.http2.bdp_probe", 0),  # which would let a fast client send megabytes of a message that nobody reads yet
     ]  # fmt: skip
 
 

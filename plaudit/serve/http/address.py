@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import ssl
 import stat
+import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,15 +17,26 @@ from plaudit.errors import ConfigError, one_line
 from plaudit.serve.http.watch import Watch
 
 BACKLOG = 1024
+SO_ATTACH_FILTER = 26  # Linux
+# A classic BPF program: drop a TCP segment with SYN and without ACK, which would begin a connection.
+NO_SYN = (
+    (0x30, 0, 0, 13),  # A = the byte of flags
+    (0x54, 0, 0, 0x12),  # A &= SYN | ACK
+    (0x15, 0, 1, 0x02),  # if A == SYN
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep
+)
 
 
-def bind(host: str, port: int, setting: str = "--port") -> socket.socket:
+def bind(host: str, port: int, setting: str = "--port", *, accept: bool = True) -> socket.socket:
+    """`accept`: connections are accepted from now on. Otherwise they are refused until the caller listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(BACKLOG)
+        if accept:
+            sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         why = error.strerror or error
@@ -33,8 +47,19 @@ def bind(host: str, port: int, setting: str = "--port") -> socket.socket:
 
 def listen(table: ListenTable) -> socket.socket:
     if table.uds is not None:  # without keys the socket's file mode is the only access control
-        return bind_unix(Path(table.uds), 0o666 if table.has_keys else 0o600)
-    return bind(table.host, table.port)
+        return bind_unix(Path(table.uds), 0o666 if table.has_keys else 0o600, accept=table.listen == "start")
+    return bind(table.host, table.port, accept=table.listen == "start")
+
+
+def begin_no_connection(sock: socket.socket) -> None:
+    """Drop requests for new TCP connections, while those that have begun are still accepted. A socket that is closed
+    resets the connections that nobody has accepted yet, with the requests in them; a dropped SYN is sent again, and is
+    refused after the socket was closed. Elsewhere than on Linux nothing changes."""
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in NO_SYN))
+    if sys.platform == "linux" and sock.family != socket.AF_UNIX:
+        with suppress(OSError):
+            value = struct.pack("@HP", len(NO_SYN), ctypes.addressof(program))
+            sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, value)
 
 
 def leave(table: ListenTable) -> None:
@@ -45,7 +70,7 @@ def leave(table: ListenTable) -> None:
                 Path(table.uds).unlink()
 
 
-def bind_unix(path: Path, mode: int) -> socket.socket:
+def bind_unix(path: Path, mode: int, *, accept: bool = True) -> socket.socket:
     """Binds a unix socket. A stale socket file is replaced; a socket on which a server answers is not."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -56,7 +81,8 @@ def bind_unix(path: Path, mode: int) -> socket.socket:
             sock.bind(str(path))
         finally:
             os.umask(before)
-        sock.listen(BACKLOG)
+        if accept:
+            sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another --uds") from None

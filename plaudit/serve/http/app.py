@@ -11,6 +11,7 @@ share of the capacity is reserved for API keys that use less than theirs, so one
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import math
 import secrets
@@ -74,8 +75,9 @@ class Quota:
 
 
 class Admission:
-    """leaving    a shutdown signal was received: reported as not ready, so that load balancers stop sending requests
-    draining   no new requests are accepted
+    """leaving    a shutdown signal was received: the server reports not ready, so that load balancers stop sending
+               requests, and asks clients to close their connections
+    draining   no new connections are accepted
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Admission:
         self.leaving = self.draining = False
         self._tokens = Quota(queued_tokens, keys)
         self._bytes = Quota(buffered_bytes, keys)
+        self.arriving = Quota(buffered_bytes, keys + 1)  # one more: callers without a key cannot block those with one
         self._status = overload_status
         self._metrics = metrics
         self.answered = 0  # tokens, since the last tick
@@ -95,6 +98,7 @@ class Admission:
         """`meters`: of the keys with a token quota."""
         self._tokens.share_among(keys)
         self._bytes.share_among(keys)
+        self.arriving.share_among(keys + 1)
         self._meters = meters
 
     @property
@@ -108,9 +112,6 @@ class Admission:
 
     def request(self, tenant: str, content_length: int) -> OpenRequest:
         """Admits a request, before its body is read, until the returned context ends."""
-        if self.draining:
-            self._metrics.rejected.labels("draining").inc()
-            raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
         if not self._tokens.fits(tenant, 1):
             raise self.overload(f"{self.open_tokens} tokens are queued; the limit is {self.most_tokens}")
         request = OpenRequest(self, self._bytes, tenant)
@@ -218,6 +219,12 @@ class App:
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
 
+    def beside(self, routes: Routes) -> App:
+        """An application with other routes, and the same keys, admission, limits and log."""
+        other = copy.copy(self)
+        other.routes = routes
+        return other
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "websocket":
@@ -244,6 +251,7 @@ class App:
             return
         # otherwise the reply has started; a broken reply is left incomplete, which clients detect
         if not request.begun:
+            self._ask_to_leave(reply)
             await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
 
@@ -306,6 +314,7 @@ class App:
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:
+                self._ask_to_leave(reply)
                 await send_parts(send, reply, reply.parts, request)
             return reply
         except asyncio.CancelledError:
@@ -317,6 +326,10 @@ class App:
             connection.working.discard(task)
             if watching is not None:
                 watching.cancel()
+
+    def _ask_to_leave(self, reply: Reply) -> None:
+        if self.admission.leaving:
+            reply.headers.append((b"connection", b"close"))
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         request.error = type

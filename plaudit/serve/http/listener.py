@@ -19,7 +19,7 @@ LAST_SECONDS = 1.0  # for requests in progress when it stops
 
 
 class Listener:
-    """Installs no signal handlers: on SIGTERM a server keeps listening while it drains."""
+    """Installs no signal handlers: the server decides when it stops listening, and when it stops."""
 
     def __init__(self, app: AsgiApp, limits: LimitsTable, tls: ssl.SSLContext | None = None) -> None:
         # A connection in its TLS handshake does not count as a connection yet, but uses a descriptor.
@@ -47,12 +47,21 @@ class Listener:
                 self._servers.append(await server)
         self._watching = asyncio.create_task(self._watch())
 
+    def refuse(self) -> None:
+        """Accept no more connections; the accepted ones stay."""
+        for server in self._servers:
+            server.close()
+
+    def in_use(self, seconds: float) -> bool:
+        """Whether a connection has a request, or had one within `seconds` and is likely to send another."""
+        since = time.monotonic() - seconds
+        return any(not each.idle or each.waiting_since > since for each in self._connections)
+
     async def stop(self) -> None:
         """Stop; requests in progress get LAST_SECONDS to finish."""
         if self._watching is not None:
             self._watching.cancel()
-        for server in self._servers:
-            server.close()
+        self.refuse()
         for connection in list(self._connections):
             connection.leave()
         until = time.monotonic() + LAST_SECONDS

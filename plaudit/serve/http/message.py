@@ -369,7 +369,7 @@ async def send_reply(send: Send, reply: Reply, request: Request) -> None:
         (b"x-request-id", request.id.encode()),
         *reply.headers,
     ]
-    if not request.complete:
+    if not request.complete and (b"connection", b"close") not in headers:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     if request.complete:

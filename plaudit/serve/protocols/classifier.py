@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from plaudit.config.reward import OutcomeTable
-from plaudit.errors import Refused, RequestError
-from plaudit.models.text import refuse_surrogates
+from plaudit.errors import Refused
 from plaudit.records import Item, ItemError
 from plaudit.reward.encoder_reading import EncoderReading
 from plaudit.reward.pairs import Cut, fitted, kept
@@ -26,6 +25,7 @@ from plaudit.reward.work import Work
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import INLINE_CHARACTERS, INLINE_TOKENS, ServedModel
 from plaudit.serve.scoring import PROCESS_MODEL, REWARD_MODEL, ScoringService
+from plaudit.serve.version import TextReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Classifier:
 
     async def tokens(self, served: ServedModel, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
         self.scoring.check_count(len(prompts))
-        intake = served.intake()
+        reading = served.loaded()
         over = threading.Event()
         if _effort(prompts) <= INLINE_CHARACTERS:
-            return _tokenised(intake, prompts, cut, over)
+            return _tokenised(reading, prompts, cut, over)
         try:
             return await served.in_turn(
-                lambda piece: _tokenised(intake, piece, cut, over), prompts, lambda prompt: _effort([prompt])
+                lambda piece: _tokenised(reading, piece, cut, over), prompts, lambda prompt: _effort([prompt])
             )
         finally:
             over.set()  # a thread cannot be cancelled: it checks this before each prompt
@@ -82,7 +82,7 @@ class Classifier:
     async def full_tokens(self, served: ServedModel, prompt: Prompt) -> list[int]:
         """Tokens of a prompt, without a length limit."""
         try:
-            return await asyncio.to_thread(full_tokens, served.intake(), prompt, Cut())
+            return await asyncio.to_thread(full_tokens, served.loaded(), prompt, Cut())
         except Refused as error:
             raise HttpError(400, error.type, str(error)) from error
 
@@ -175,21 +175,21 @@ def _effort(prompts: Sequence[Prompt]) -> int:
 
 
 def _tokenised(
-    intake: Intake, prompts: Sequence[Prompt], cut: Cut, over: threading.Event
+    reading: TextReading, prompts: Sequence[Prompt], cut: Cut, over: threading.Event
 ) -> list[list[int] | ItemError]:
     rows: list[list[int] | ItemError] = []
     for prompt in prompts:
         if over.is_set():
             break  # the request was cancelled
         try:
-            rows.append(_scorable(intake, prompt, cut))
+            rows.append(_scorable(reading, prompt, cut))
         except Refused as error:
             rows.append(ItemError(error.type, str(error)))
     return rows
 
 
-def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
-    tokens = full_tokens(intake, prompt, cut)
+def _scorable(reading: TextReading, prompt: Prompt, cut: Cut) -> list[int]:
+    tokens, intake = full_tokens(reading, prompt, cut), reading.intake
     if not tokens:
         raise Refused("empty", "the prompt has no tokens; expected at least one")
     if len(tokens) > intake.limit:
@@ -200,28 +200,29 @@ def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
     return tokens
 
 
-def full_tokens(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
+def full_tokens(reading: TextReading, prompt: Prompt, cut: Cut) -> list[int]:
     if isinstance(prompt, Text):
-        return _encoded(intake, prompt, cut)
+        return _encoded(reading.intake, prompt, cut)
     if isinstance(prompt, Chat):
-        ids = intake.opening(prompt.messages) if prompt.opening else intake.conversation(prompt.messages)
+        ids = reading.intake.opening(prompt.messages) if prompt.opening else _conversation(reading, prompt.messages)
     else:
         ids = list(prompt)
     return kept(ids, cut.most, cut.side)
 
 
+def _conversation(reading: TextReading, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """An answered conversation as in every other protocol; with any other last message as the template writes it."""
+    if isinstance(reading, OutcomeReading) and reading.apart and messages[-1].get("role") == "assistant":
+        return reading.conversation(messages)
+    return reading.intake.conversation(messages)
+
+
 def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
     intake.refuse_huge(Item(text=prompt.text + (prompt.pair or "")))
-    try:
-        refuse_surrogates(prompt.text + (prompt.pair or ""))
-    except RequestError as error:
-        raise Refused("bad_text", str(error)) from error
+    intake.refuse_surrogates(prompt.text + (prompt.pair or ""))
     text = _shortened(intake, prompt.text, prompt.text_most)
     pair = None if prompt.pair is None else _shortened(intake, prompt.pair, prompt.pair_most)
-    typed = intake.facts.typed
-    encoding = intake.tokenizer(text, pair, add_special_tokens=prompt.special, return_token_type_ids=typed)
-    types = encoding["token_type_ids"] if typed else None
-    return fitted(encoding["input_ids"], types, encoding.sequence_ids(), cut)
+    return fitted(*intake.encoding(text, pair, prompt.special), cut)
 
 
 def _shortened(intake: Intake, text: str, most: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import correlation, fmean
 from typing import Any
 
@@ -15,7 +15,7 @@ from plaudit.records import Batch, Sample
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return metrics of a step's samples: rewards, groups, lengths, truth."""
-    scored: list[float] = [sample.reward for sample in samples if sample.reward is not None]
+    scored = totals(samples)
     rewards = torch.tensor(scored, dtype=torch.float64)
     lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
     stopped = [float(sum(sample.mask)) for sample in samples if sample.finish_reason == "stop"]
@@ -25,8 +25,8 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "length/min": lengths.min().item(),
         "length/max": lengths.max().item(),
         "length/prompt_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
-        "length/truncated": _share(samples, "length"),
-        "length/aborted": _share(samples, "abort"),
+        "length/truncated": sum(s.finish_reason == "length" and not _out_of_turns(s) for s in samples) / len(samples),
+        "length/aborted": sum(sample.finish_reason == "abort" for sample in samples) / len(samples),
     }
     if stopped:
         figures["length/stopped_mean"] = sum(stopped) / len(stopped)
@@ -39,8 +39,8 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         }
     groups: dict[int, list[float]] = {}
     for sample in samples:
-        if sample.reward is not None:
-            groups.setdefault(sample.group, []).append(sample.reward + turn_rewards(sample))
+        if (total := sample.total_reward) is not None:
+            groups.setdefault(sample.group, []).append(total)
     if any(len(group) > 1 for group in groups.values()):
         figures["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
     figures |= integrity(samples)
@@ -59,8 +59,23 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
     if turns:
         figures["turns/mean"] = sum(turns) / len(turns)
-        figures["turns/reward"] = sum(map(turn_rewards, samples)) / len(samples)
+        figures["turns/out_of_turns"] = sum(map(_out_of_turns, samples)) / len(samples)
+        figures |= reward_parts(samples)
     return figures
+
+
+def totals(samples: Iterable[Sample]) -> list[float]:
+    """Return the rewards of all samples that have one, those of turns included."""
+    return [total for sample in samples if (total := sample.total_reward) is not None]
+
+
+def reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the means of what the environment gave for turns, and of what [reward] gave; nothing without turns."""
+    if not any("turns" in sample.extra for sample in samples):
+        return {}
+    own = [sample.reward for sample in samples if sample.reward is not None]
+    parts = {"turns/reward": fmean(sample.turn_rewards for sample in samples)}
+    return parts | ({"reward/rule": fmean(own)} if own else {})
 
 
 def integrity(samples: Sequence[Sample]) -> dict[str, float]:
@@ -80,7 +95,7 @@ def integrity(samples: Sequence[Sample]) -> dict[str, float]:
         figures["response/common"] = max(common.values()) / len(groups)
     ties = []
     for group in groups.values():
-        scored = [(float(sum(s.mask)), s.reward + turn_rewards(s)) for s in group if s.reward is not None]
+        scored = [(float(sum(s.mask)), total) for s in group if (total := s.total_reward) is not None]
         lengths, rewards = [length for length, _ in scored], [reward for _, reward in scored]
         if len({*lengths}) > 1 and len({*rewards}) > 1:
             ties.append(correlation(lengths, rewards))
@@ -127,8 +142,8 @@ def _fours(sample: Sample) -> list[tuple[int, ...]]:
 def filtered(kept: Sequence[Sequence[Sample]], spare: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Return metrics of dynamic sampling: the rewards of all samples, which describe the policy, and the fraction
     filtered out because their groups have equal rewards."""
-    rewards = [s.reward for group in (*kept, *spare) for s in group if s.reward is not None]
-    learned = [s.reward for group in kept for s in group if s.reward is not None]
+    rewards = totals(s for group in (*kept, *spare) for s in group)
+    learned = totals(s for group in kept for s in group)
     figures = {"dynamic/drawn": float(len(kept) + len(spare)), "dynamic/filtered": len(spare) / len([*kept, *spare])}
     if rewards:
         figures["reward/mean"] = sum(rewards) / len(rewards)
@@ -141,11 +156,6 @@ def staleness(batch: Batch) -> dict[str, float]:
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
 
 
-def turn_rewards(sample: Sample) -> float:
-    """What an environment gave for single turns."""
-    return sum(sample.token_rewards or (), 0.0)
-
-
 def _truncated(sample: Sample) -> list[tuple[float, float]]:
     """Return the log-probs of the policy's tokens under the whole softmax and after top-k and top-p, whose ratio is the
     mass kept."""
@@ -155,5 +165,6 @@ def _truncated(sample: Sample) -> list[tuple[float, float]]:
     return [pair for pair, own in zip(pairs, sample.mask, strict=True) if own]
 
 
-def _share(samples: Sequence[Sample], reason: str) -> float:
-    return sum(sample.finish_reason == reason for sample in samples) / len(samples)
+def _out_of_turns(sample: Sample) -> bool:
+    """Whether the episode ended because it had `environment.max_turns`, not because its tokens were used up."""
+    return sample.extra.get("end") == "turns"

@@ -70,6 +70,6 @@ def pass_rates(run: Path) -> dict[tuple[int, ...] | None, float]:
     rewards: dict[tuple[int, ...] | None, list[float]] = {}
     for step in dump.steps():
         for sample in dump.read(step)[0]:
-            if sample.reward is not None:
-                rewards.setdefault(sample.prompt_ids, []).append(sample.reward)
+            if (total := sample.total_reward) is not None:
+                rewards.setdefault(sample.prompt_ids, []).append(total)
     return {prompt: fmean(scores) for prompt, scores in rewards.items()}

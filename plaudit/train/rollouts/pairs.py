@@ -69,5 +69,5 @@ def _groups(dump: Dump) -> Iterator[list[Sample]]:
 
 
 def _reward(sample: Sample) -> float:
-    assert sample.reward is not None
-    return sample.reward
+    assert sample.total_reward is not None
+    return sample.total_reward

@@ -16,7 +16,7 @@ from plaudit.core import SamplingParams
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.data.answered import with_prompt
 from plaudit.train.data.prompts import Prompts
-from plaudit.train.rollouts.batch_metrics import filtered, turn_rewards
+from plaudit.train.rollouts.batch_metrics import filtered, totals
 from plaudit.train.run.clock import Clock
 
 
@@ -147,5 +147,5 @@ def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
 
 
 def rewards_differ(group: Sequence[Sample]) -> bool:
-    rewards = [sample.reward + turn_rewards(sample) for sample in group if sample.reward is not None]
+    rewards = totals(group)
     return bool(informative(torch.tensor(rewards), [0] * len(rewards)))

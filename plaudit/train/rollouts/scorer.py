@@ -19,6 +19,8 @@ from plaudit.reward.directory import complete
 from plaudit.reward.reward import Result, Reward
 from plaudit.train.run.overdue import Warn, ignore_warning, overdue
 
+LARGEST = 1e18  # training computes variances of rewards in float32, whose largest number is 3.4e38
+
 
 class RewardFailed(RunError):
     """Rewards are unavailable: the state is saved, and `--resume` continues."""
@@ -91,7 +93,7 @@ class ServerReward:
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         with overdue("the reward server", self.urls, self.patience, "reward.patience", self.warn):
-            return self.client.score(items)
+            return [*self.client.score(items)]
 
     def close(self) -> None:
         self.client.close()
@@ -114,7 +116,7 @@ def _item(prompt: Prompt, sample: Sample, group: int) -> Item:
     messages = prompt.extra.get("messages")
     return Item(
         prompt=prompt.text if messages is None else tuple(messages), response=sample.text, truth=prompt.truth,
-        columns=prompt.columns, group=group,
+        cut=sample.finish_reason == "length", columns=prompt.columns, group=group,
     )  # fmt: skip
 
 
@@ -125,5 +127,10 @@ def _with(sample: Sample, result: Result) -> Sample:
     assert value is not None
     if not math.isfinite(value):
         return replace(sample, error=ItemError("nonfinite_score", f"the reward is {value}"))
+    if abs(value) > LARGEST:
+        message = (
+            f"the reward is {value:g}, whose square float32 cannot represent; scale rewards to at most {LARGEST:g}"
+        )
+        return replace(sample, error=ItemError("reward_too_large", message))
     # Rewards of an environment's turns are in token_rewards; this one is added at the end.
     return replace(sample, reward=value)

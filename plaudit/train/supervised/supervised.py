@@ -115,7 +115,9 @@ class SupervisedTraining:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the model, and return the final metrics."""
         steps = self.recipe.train.steps
-        plan: dict[str, Any] = {"steps": steps, "clip_norm": self.recipe.train.clip_norm}
+        plan: dict[str, Any] = {
+            "steps": steps, "clip_norm": self.recipe.train.clip_norm, "evaluation": {"items": len(self.heldout)},
+        }  # fmt: skip
         if self.recipe.task == "preference":
             plan["algorithm"] = self.recipe.algorithm.name
         self.run.events.write("plan", task=self.recipe.task, **plan)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from plaudit import __version__
-from plaudit.errors import PlauditError, one_line
+from plaudit.errors import PlauditError, StorageError, one_line
 from plaudit.records import Item
 from plaudit.serve.handle import Result
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
@@ -135,6 +135,8 @@ class NativeRoutes:
     async def _replaced(self, model: str, replacing: Awaitable[str]) -> Reply:
         try:
             return Reply.json({"model": model, "version": await replacing})
+        except StorageError as error:  # a full disk, not the request
+            raise HttpError(507, "storage", f"{self.models.scrub(str(error))}; nothing has changed") from None
         except PlauditError as error:
             raise HttpError(400, "swap_failed", f"{self.models.scrub(str(error))}; nothing has changed") from None
 

@@ -11,7 +11,8 @@ JSON, in:
      "truncate": "left" | "right",        # the side to truncate; without it, too long is an error
      "priority": 0, "cache": true}
 
-An item may also hold `truth`, for rules. JSON, out:
+An item may also hold `truth`, for rules, and `"cut": true` if its responses reached their token limit, so that nothing
+ends them. JSON, out:
 
     {"model", "version", "request_id", "usage": {"items", "tokens", "cached_items"},
      "items": [{"scores": [0.9, 0.8], "steps": [[..], [..]], "attributes": [{..}, {..}], "truncated": [..]}
@@ -57,6 +58,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True):
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     truth: Any = None
+    cut: bool = False
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -140,11 +142,16 @@ def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[
             return "responses is empty; send at least one"
         prompt = item.prompt if isinstance(item.prompt, str) else tuple(item.prompt or ())
         return [
-            Item(prompt=prompt, response=r if isinstance(r, str) else tuple(r), truth=item.truth, truncate=truncate)
+            Item(
+                prompt=prompt, response=r if isinstance(r, str) else tuple(r), truth=item.truth, truncate=truncate,
+                cut=item.cut,
+            )
             for r in item.responses
-        ]
+        ]  # fmt: skip
     if item.messages is not None:
-        return [Item(messages=tuple(item.messages), truth=item.truth, truncate=truncate)]
+        return [Item(messages=tuple(item.messages), truth=item.truth, truncate=truncate, cut=item.cut)]
+    if item.cut:
+        return "cut is for prompt + responses and messages; text and tokens are read as they are"
     if item.text is not None:
         return [Item(text=item.text, truth=item.truth, truncate=truncate)]
     return [Item(tokens=item.tokens, truth=item.truth, truncate=truncate)]

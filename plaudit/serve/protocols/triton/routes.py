@@ -82,10 +82,10 @@ class TritonRoutes(ProtocolRoutes):
         return Reply(200, b"")
 
     async def ready(self, request: Request) -> Reply:
-        return Reply(200 if not await self.scoring.models.unready() else 503, b"")
+        return _health(await self.scoring.models.unready())
 
     async def model_ready(self, name: str, request: Request) -> Reply:
-        return Reply(200 if not await self.scoring.find(name).healthy() else 503, b"")
+        return _health(await self.scoring.find(name).healthy())
 
     async def index(self, request: Request) -> Reply:
         statuses = [(name, self.scoring.find_model(name).status()) for name in self.names]
@@ -143,6 +143,10 @@ class TritonRoutes(ProtocolRoutes):
         history = self.scoring.models.metrics.history
         counts = {name: history.model(self.scoring.find(name).name) for name in names}
         return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
+
+
+def _health(reasons: object) -> Reply:
+    return Reply(503, b"", headers=[(b"retry-after", b"1")]) if reasons else Reply(200, b"")
 
 
 def _labels(result: Result) -> list[float]:
