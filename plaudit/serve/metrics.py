@@ -71,7 +71,8 @@ class _ByLabels(Generic[C]):
     own, with locks and checks, take four times as long."""
 
     def __init__(self, name: str, help: str, labels: Sequence[str], new: Callable[[], C]) -> None:
-        self.name, self.help, self.names = f"plaudit_{name}", help, labels
+        self.name, self.help = f"plaudit_{name}", help
+        self._labelnames = labels  # as prometheus_client's own metrics call them
         self._new = new
         self._by_labels: dict[tuple[object, ...], C] = {}
 
@@ -93,8 +94,11 @@ class Counts(_ByLabels[Count]):
     def __init__(self, name: str, help: str, labels: Sequence[str]) -> None:
         super().__init__(name, help, labels, Count)
 
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        return self.collect()
+
     def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(self.name, self.help, labels=self.names)
+        family = CounterMetricFamily(self.name, self.help, labels=self._labelnames)
         for labels, count in self.items():
             family.add_metric(labels, count.value)
         yield family
@@ -105,8 +109,11 @@ class Distributions(_ByLabels[Distribution]):
         self._bounds = tuple(map(float, bounds))
         super().__init__(name, help, labels, lambda: Distribution(self._bounds))
 
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        return self.collect()
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self.name, self.help, labels=self.names)
+        family = HistogramMetricFamily(self.name, self.help, labels=self._labelnames)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, values in self.items():
             upto = list(zip(bounds, accumulate(values.buckets), strict=True))

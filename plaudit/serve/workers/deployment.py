@@ -106,7 +106,7 @@ class Deployment:
         if not self.replicas:
             return "loading"
         states = [replica.wire.state for replica in self.replicas]
-        return next((state for state in ("ready", "loading") if state in states), "failed")
+        return "ready" if "ready" in states else "loading" if "loading" in states else "failed"
 
     @property
     def reason(self) -> str:
