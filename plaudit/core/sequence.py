@@ -182,22 +182,13 @@ class Sequence:
 
     def sample(self, text: str) -> Sample:
         return Sample(
-            prompt_ids=self.request.prompt_ids,
-            token_ids=tuple(self.tokens[self.prompt_len :]),
-            text=text,
-            logprobs=tuple(self.logprobs),
-            raw_logprobs=tuple(self.raw_logprobs),
-            versions=tuple(self.versions),
-            mask=(1,) * self.generated,
-            finish_reason=self.finish or "abort",
-            group=self.request.group,
-            index=self.index,
-            error=self.error,
+            prompt_ids=self.request.prompt_ids, token_ids=tuple(self.tokens[self.prompt_len :]), text=text,
+            logprobs=tuple(self.logprobs), raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions),
+            mask=(1,) * self.generated, finish_reason=self.finish or "abort", group=self.request.group,
+            index=self.index, error=self.error,
             tempered_logprobs=tuple(self.tempered) if self.request.params.reshapes else None,
             top_logprobs=tuple(self.tops) if self.request.params.top_logprobs else None,
-            prompt_logprobs=self.request.prompt_logprobs,
-            prompt_top_logprobs=self.request.prompt_tops,
-            experts=self.experts,
-            stop=self.stream.stop if self.stream is not None and self.finish == "stop" else "",
+            prompt_logprobs=self.request.prompt_logprobs, prompt_top_logprobs=self.request.prompt_tops,
+            experts=self.experts, stop=self.stream.stop if self.stream is not None and self.finish == "stop" else "",
             prompt_ranks=self.request.prompt_ranks,
-        )
+        )  # fmt: skip

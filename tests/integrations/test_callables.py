@@ -13,7 +13,7 @@ import pytest
 
 from plaudit.errors import ConfigError, RequestRefused, RewardUnavailable, ServerError
 from plaudit.integrations import openrlhf, slime, verl
-from plaudit.integrations.connection import Connection, from_environment
+from plaudit.integrations.connection import from_environment
 from plaudit.integrations.trl import AsyncRemoteReward, RemoteReward
 from plaudit.records import Item
 from tests.serve.process import ServerProcess, free_port
@@ -149,18 +149,6 @@ def test_unreachable_server_or_rejected_request_raises(server: ServerProcess) ->
         keyless(prompts=["1+2="], completions=["#3"])
     for reward in (unreachable, unknown, keyless):
         reward.close()
-
-
-def test_forked_process_creates_a_new_client(server: ServerProcess) -> None:
-    connection = Connection(server.url, "sums", KEY)
-    connection.scores([Item(prompt="1+2=", response="#3")])
-    connection._process = -1  # as in a forked child
-    first = connection._client
-    connection.scores([Item(prompt="1+2=", response="#3")])
-    assert connection._client is not first
-    connection.close()
-    assert first is not None
-    first.close()
 
 
 # OpenRLHF, verl, slime
