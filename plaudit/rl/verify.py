@@ -26,7 +26,7 @@ RECOMPUTED, NOT_EQUAL, COMPARED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Certificate:
     """code   RECOMPUTED: what the run delivers is equal to what was recomputed; NOT_EQUAL: something is different,
     damaged or missing; COMPARED: all that was checked is intact, and not all of it was recomputed"""
 
@@ -34,7 +34,7 @@ class Verdict:
     text: str
 
 
-def verify(directory: Path, out: Path, step: int | None = None, from_start: bool = False) -> Verdict:
+def verify(directory: Path, out: Path, step: int | None = None, from_start: bool = False) -> Certificate:
     """Recompute up to `step` (default: the run's last one) in the working directory `out`, and compare. `from_start`:
     all steps, not those since the last checkpoint."""
     try:
@@ -43,34 +43,34 @@ def verify(directory: Path, out: Path, step: int | None = None, from_start: bool
             raise RunError(f"{directory} is a run of task = {evidence.recipe.task!r}; verify is for rl")
         return _verify(evidence, evidence.recipe, out, step, from_start)
     except Different as difference:
-        return Verdict(NOT_EQUAL, str(difference))
+        return Certificate(NOT_EQUAL, str(difference))
     except Missing as missing:
-        return Verdict(NOT_EQUAL, f"cannot be verified: {missing}")
+        return Certificate(NOT_EQUAL, f"cannot be verified: {missing}")
     except DataError as error:  # of its dump
-        return Verdict(NOT_EQUAL, str(error))
+        return Certificate(NOT_EQUAL, str(error))
 
 
-def check_delivered(model: Path, manifest: Path) -> Verdict:
+def check_delivered(model: Path, manifest: Path) -> Certificate:
     """Compare the files of a model, or of a run's final model, with a manifest."""
     tree = read_manifest(manifest)
     if not (model / "config.json").is_file() and (model / "final").is_dir():
         model = model / "final"
     if change := first_change(tree, model):
-        return Verdict(NOT_EQUAL, change)
-    return Verdict(
+        return Certificate(NOT_EQUAL, change)
+    return Certificate(
         RECOMPUTED,
         f"{len(tree['files'])} files are those of the manifest, whose SHA-256 is {sha256(manifest)}; only compared: "
         "whether its recipe makes these weights is verified with the run",
     )
 
 
-def keep(verdict: Verdict, directory: Path) -> None:
+def keep(verdict: Certificate, directory: Path) -> None:
     """Write the verdict to the run directory, for its report."""
     kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "code": verdict.code, "text": verdict.text}
     write_atomically(directory / VERIFIED, json.dumps(kept, indent=1) + "\n")
 
 
-def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, from_start: bool) -> Verdict:
+def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, from_start: bool) -> Certificate:
     directory, last = evidence.directory, evidence.last
     target = last if step is None else step
     if last and not 1 <= target <= last:
@@ -78,7 +78,7 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
     if why := _irreproducible(evidence, recipe):
         evidence.check_log()
         evidence.check_files(evidence.finished)
-        return Verdict(
+        return Certificate(
             COMPARED,
             f"files intact, training not recomputed: {why}; only compared with their hashes: steps 1 to {last}"
             f"{', final/, summary' if evidence.finished else ''}, checkpoints and recipe",
@@ -121,7 +121,7 @@ def _irreproducible(evidence: Evidence, recipe: RlRecipe) -> str | None:
     return None
 
 
-def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Verdict:
+def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Certificate:
     start, first, target = work.start, work.first, work.target
     span = _steps(first, target)
     origin = "the start" if start is None else start.path.name
@@ -153,7 +153,7 @@ def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Verdic
     if absent:
         text += f"; not there: {', '.join(absent)}"
     complete = work.finishes and work.recorded is None
-    return Verdict(RECOMPUTED if complete else COMPARED, f"{text}; {work.by}")
+    return Certificate(RECOMPUTED if complete else COMPARED, f"{text}; {work.by}")
 
 
 def _steps(first: int, last: int) -> str:

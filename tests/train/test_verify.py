@@ -354,7 +354,11 @@ def test_missing_steps_are_rejected(run: Path, words: list[str], message: str) -
     ("old", "new", "why"),
     [
         ('name = "colocated"', 'name = "async"', "its placement is async with staleness = 1: which weights"),
-        ("[resources]", "[resources]\ntensor_parallel = 2", "it is over 2 ranks, whose summation order differs"),
+        (
+            "\ncontext_parallel = 1\ntensor_parallel = 1",
+            "\ntensor_parallel = 2",
+            "it is over 2 ranks, whose summation order differs",
+        ),
     ],
 )
 def test_what_cannot_be_reproduced_is_compared_and_the_reason_given(run: Path, old: str, new: str, why: str) -> None:
