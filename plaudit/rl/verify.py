@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from plaudit.config import RlRecipe
-from plaudit.errors import DataError, RunError
+from plaudit.errors import DataError, PlauditError, RunError
 from plaudit.events import VERIFIED
 from plaudit.models import resolve
 from plaudit.models.digest import tensors_digest
@@ -21,6 +21,7 @@ from plaudit.rl.evidence import Different, Evidence, Missing, parts_of
 from plaudit.rl.recomputation import CLOSE, Recomputation
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.manifest import first_change, read_manifest
+from plaudit.train.run.signals import Interrupted
 
 RECOMPUTED, NOT_EQUAL, COMPARED = 0, 1, 2
 
@@ -75,6 +76,11 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
     target = last if step is None else step
     if last and not 1 <= target <= last:
         raise RunError(f"{directory} has steps 1 to {last}; there is no step {target} to verify")
+    if last and not evidence.finished and step is None:
+        raise Missing(
+            f"{directory}/final does not exist: the run has {last} of {recipe.train.steps} steps; --step {last} "
+            "verifies these"
+        )
     if why := _irreproducible(evidence, recipe):
         evidence.check_log()
         evidence.check_files(evidence.finished)
@@ -92,14 +98,14 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
     start = None if from_start else evidence.checkpoint_before(target)
     evidence.check_log(range(1 if start is None else start + 1, target + 1))
     absent = evidence.check_files(evidence.finished)
-    if not evidence.finished and step is None:
-        raise Missing(
-            f"{directory}/final does not exist: the run has {last} of {recipe.train.steps} steps; --step {last} "
-            "verifies these"
-        )
     checkpoint = None if start is None else evidence.checkpoints.named(f"step-{start:06d}")
     work = Recomputation(evidence, recipe, checkpoint, target, out)
-    work.compute()
+    try:
+        work.compute()
+    except Interrupted:
+        raise
+    except PlauditError as error:
+        raise Missing(f"its steps cannot be computed again: {error}") from error
     return _equal(evidence, work, absent)
 
 

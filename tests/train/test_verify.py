@@ -185,9 +185,10 @@ def test_a_run_with_a_reward_model_is_verified(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_and_extended_run_is_verified(tmp_path: Path) -> None:
-    """Its log has the evaluation of what was the last step."""
-    run = trained(tmp_path / "run", **{"train.steps": 2, "train.schedule": "constant"})
-    sets = {**SMALL, "train.schedule": "constant", "train.steps": 4}
+    """Its log has an evaluation and samples of what was its last step, at which the recipe has none."""
+    keys = {"train.schedule": "constant", "train.eval_every": 3}
+    run = trained(tmp_path / "run", **{**keys, "train.steps": 2})
+    sets = {**SMALL, **keys, "train.steps": 4}
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     done = plaudit_here("train", "sums-grpo", "--out", str(run), "--resume", *words)
     assert done.returncode == 0, done.stderr
