@@ -238,8 +238,12 @@ def verify(
             raise ConfigError("--from-start recomputes all steps: remove --step")
         with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
             verdict = run_verify(run, Path(scratch), step, from_start)
-        keep(verdict, run)
     typer.echo(f"{run.name}: {verdict.text}")
+    if manifest is None:
+        try:
+            keep(verdict, run)
+        except OSError as error:  # the verdict stands
+            typer.echo(f"{run} cannot keep the verdict for its report: {error.strerror}", err=True)
     raise typer.Exit(verdict.code)
 
 

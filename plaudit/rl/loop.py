@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from plaudit.place.workers.remote_engine import Host, OwnProcess
 from plaudit.records import Batch, Sample
 from plaudit.rl.follower import Viewer
 from plaudit.rl.forecast import forecast
+from plaudit.rl.proofs import Proofs
 from plaudit.rl.sample_events import failed_events, sample_events
 from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.policy.experience import Experience
@@ -52,9 +53,7 @@ from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
-from plaudit.train.run.manifest import write_manifest
 from plaudit.train.run.pause import PAUSE
-from plaudit.train.run.proof import Chain, chain_of, metrics_digest, shown_digest, start_proof, step_proof
 from plaudit.train.run.ranks import ALONE, Ranks, together
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, StopRequest, interruptible, leave_on_signal, stop_requested
@@ -139,10 +138,8 @@ class RlTraining:
                 self._restore(checkpoint)
             elif self.run.resume:  # the interrupted run has no checkpoint: its logged steps are repeated
                 self.run.resumed(0)
-            self.chain = Chain(
-                self.run.events, chain_of(self.run.directory) if self.run.resume and self.ranks.main else ""
-            )
-            self._prove_start(checkpoint)
+            self.proofs = Proofs(self.run, self.ranks, self.trainee)
+            self.proofs.start(self.step, fresh=checkpoint is None, foreign=self.dumped is not None)
             self.placement.publish(self.version)
             self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
             if self.dump is not None:
@@ -214,10 +211,10 @@ class RlTraining:
                     batch = self.rollouts.next(self.step, self.version)
             except (*STEP_FAILURES, Interrupted) as error:
                 self._end(error)
-            dumped: dict[str, str] = {}
+            dumped = ""
             if self.dump is not None:
                 with self.clock("dump"):
-                    dumped["dump"] = self.dump.write(self.step + 1, batch, self.rollouts.drawn)
+                    dumped = self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             try:
                 metrics, experience = self.learner.update(batch, self.step)
             except Interrupted as error:  # while waiting for a critic server, whose state is now unknown
@@ -267,19 +264,7 @@ class RlTraining:
             ) from error
         raise RunError(f"step {self.step}: {error}; the state is saved: --resume continues") from error
 
-    def _prove_start(self, checkpoint: Checkpoint | None) -> None:
-        if not self.ranks.main:
-            return
-        begins = checkpoint is None and self.ranks.everyone.size == 1
-        hashes = start_proof(self.run.directory / "recipe.toml", self.loaded.module, begins)
-        if self.dumped is not None:
-            hashes["samples"] = "of another run"
-        self.chain.add(self.step, hashes)
-
-    def _report(
-        self, batch: Batch, metrics: dict[str, float], experience: Experience | None, dumped: Mapping[str, str]
-    ) -> None:
-        """Log a step. `dumped`: the hash of its dump, if there is one."""
+    def _report(self, batch: Batch, metrics: dict[str, float], experience: Experience | None, dumped: str) -> None:
         split = self.clock.split()
         tokens = sum(len(sample.token_ids) for sample in batch.samples)
         self.samples += len(batch.samples)
@@ -294,16 +279,12 @@ class RlTraining:
             "progress/prompts": float(self.rollouts.drawn),
         }  # fmt: skip
         self.run.events.metric(metrics, step=self.step, version=self.version)
-        if self.ranks.main:
-            whole = self.ranks.everyone.size == 1
-            proof = step_proof(batch.samples, metrics, self.loaded.module, self.trainee.critic_module, whole=whole)
-            shown = {"shown": shown_digest(self._show(batch, experience))} if self._shows() else {}
-            self.chain.add(self.step, {**proof, **dumped, **shown})
+        shown = self._show(batch, experience) if self._shows() else None
+        self.proofs.step(self.step, batch.samples, metrics, dumped, shown)
         self.ledger.write(self.run.events, self.step, self.version)
         self.viewer.step(self.step, metrics)
 
     def _show(self, batch: Batch, experience: Experience | None) -> list[dict[str, Any]]:
-        """Log samples, and return them."""
         count, tokenizer = self.recipe.train.show, self.loaded.tokenizer
         events = list(failed_events(tokenizer, batch.samples, count // 2))
         if experience is not None:
@@ -357,8 +338,7 @@ class RlTraining:
         figures["length"] = sum(len(sample.token_ids) for sample in samples) / len(samples)
         heldout = {f"heldout/{name}": value for name, value in figures.items()}
         self.run.events.metric(heldout, step=self.step)
-        if self.ranks.main:
-            self.chain.add(self.step, {"heldout": metrics_digest(heldout)})
+        self.proofs.evaluation(self.step, heldout)
         self.viewer.figures(self.step, figures)
         return figures
 
@@ -389,8 +369,7 @@ class RlTraining:
         }
         self.ledger.write(self.run.events, self.step, self.version)
         self.run.summarise(summary)
-        if self.ranks.main:
-            write_manifest(self.run, str(self.recipe.model.path), self.chain.last, summary)
+        self.proofs.deliver(summary)
         self.run.events.note(END)
         return summary
 

@@ -87,6 +87,12 @@ class Recomputation:
 
     def compute(self) -> None:
         """Raises Different at the first difference."""
+        try:
+            self._compute()
+        except Different as difference:
+            raise Different(f"{difference}{self._hint}") from None
+
+    def _compute(self) -> None:
         recipe = self.recipe if self.recorded is None else self.recipe.model_copy(update={"truth": None})
         with Run(self.out, recipe, fresh=True) as run:
             run.events.close()
@@ -97,7 +103,7 @@ class Recomputation:
                 reward = RecordedRewards(recipe, self.evidence.dump, self.first, again=self.recorded is None)
             viewer = Comparing(self, reward)
             viewer.training = training = _Training(recipe, run, viewer, reward=reward)
-            training.evaluates = self.recorded is None
+            training.work = self
             if self.recorded is not None:
                 training.before = training.before or {"length": 1.0}
             training.rollouts = Until(training.rollouts, self.target, self.finishes)
@@ -130,9 +136,7 @@ class Recomputation:
         then, now = evidence.steps[step], self.log.hashes[step]
         for part in PARTS:
             if then.get(part) != now.get(part):
-                raise Different(
-                    f"step {step}: {WORDS[part]} differ; the log has {then.get(part)}, now {now.get(part)}{self._other}"
-                )
+                raise Different(f"step {step}: {WORDS[part]} differ; the log has {then.get(part)}, now {now.get(part)}")
         _compare_metrics(step, evidence.metrics[step], self.log.metrics[step])
         if evidence.shown.get(step, []) != self.log.shown.get(step, []):
             raise Different(f"step {step}: the samples shown in events.jsonl are not the recomputed ones")
@@ -151,9 +155,15 @@ class Recomputation:
             )
 
     @property
-    def _other(self) -> str:
+    def _hint(self) -> str:
+        """What may explain a difference."""
         then, now = self.evidence.steps[self.target].get("by"), self.log.by
-        return "" if then == now else f" (the run was made by {then}, and this is {now})"
+        if then != now:
+            return f" (the run was made by {then}, and this is {now})"
+        recipes = {hashes["recipe"]: step for step, hashes in self.evidence.starts.items()}
+        if len(recipes) > 1 and self.start is None:
+            return f" (the recipe was changed when the run was resumed at step {max(recipes.values())})"
+        return ""
 
     def _compare_evaluations(self) -> None:
         if self.recorded is not None:
@@ -178,7 +188,7 @@ class Recomputation:
         except (ModelError, OSError) as error:
             raise Different(str(error)) from None
         if found is not None:
-            raise Different(f"{found}{self._other}")
+            raise Different(found)
 
     def _compare_summary(self) -> None:
         path = self.evidence.directory / "summary.json"
@@ -191,10 +201,23 @@ class Recomputation:
 
 
 class _Training(RlTraining):
-    evaluates = True
+    """Shows, evaluates and saves also at steps at which the run did so for another reason than its recipe: it was
+    stopped there, or ended there before it was continued."""
+
+    work: Recomputation
 
     def evaluate(self) -> dict[str, float]:
-        return super().evaluate() if self.evaluates else {}
+        return {} if self.work.recorded is not None else super().evaluate()
+
+    def _shows(self) -> bool:
+        return super()._shows() or self.step in self.work.evidence.shown
+
+    def after_step(self) -> None:
+        train, last = self.recipe.train, self.step == self.recipe.train.steps
+        if self.step in self.work.evidence.heldout and self.step % train.eval_every and not last:
+            self.evaluate()
+        if self.step % train.checkpoint.every:
+            self.save_checkpoint()
 
 
 class Until:
@@ -326,7 +349,7 @@ class RecordedRewards:
 class Comparing(NoViewer):
     """Compares each step when it is done."""
 
-    training: RlTraining
+    training: _Training
 
     def __init__(self, work: Recomputation, reward: RecordedRewards | None) -> None:
         self.work = work
@@ -336,8 +359,7 @@ class Comparing(NoViewer):
         self.work.compare_step(step)
         if self.reward is not None:
             self.reward.step = step + 1
-        if step % self.work.recipe.train.checkpoint.every:  # the run has one if it was stopped here
-            self.training.save_checkpoint()
+        self.training.after_step()
 
 
 def _compare_metrics(step: int, then: Mapping[str, Any], now: Mapping[str, Any], close: float = 0.0) -> None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from plaudit.config import RlRecipe
-from plaudit.errors import DataError, RunError
+from plaudit.errors import DataError, PlauditError, RunError
 from plaudit.events import VERIFIED
 from plaudit.models import resolve
 from plaudit.models.digest import tensors_digest
@@ -21,12 +21,13 @@ from plaudit.rl.evidence import Different, Evidence, Missing, parts_of
 from plaudit.rl.recomputation import CLOSE, Recomputation
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.manifest import first_change, read_manifest
+from plaudit.train.run.signals import Interrupted
 
 RECOMPUTED, NOT_EQUAL, COMPARED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Certificate:
     """code   RECOMPUTED: what the run delivers is equal to what was recomputed; NOT_EQUAL: something is different,
     damaged or missing; COMPARED: all that was checked is intact, and not all of it was recomputed"""
 
@@ -34,7 +35,7 @@ class Verdict:
     text: str
 
 
-def verify(directory: Path, out: Path, step: int | None = None, from_start: bool = False) -> Verdict:
+def verify(directory: Path, out: Path, step: int | None = None, from_start: bool = False) -> Certificate:
     """Recompute up to `step` (default: the run's last one) in the working directory `out`, and compare. `from_start`:
     all steps, not those since the last checkpoint."""
     try:
@@ -43,42 +44,47 @@ def verify(directory: Path, out: Path, step: int | None = None, from_start: bool
             raise RunError(f"{directory} is a run of task = {evidence.recipe.task!r}; verify is for rl")
         return _verify(evidence, evidence.recipe, out, step, from_start)
     except Different as difference:
-        return Verdict(NOT_EQUAL, str(difference))
+        return Certificate(NOT_EQUAL, str(difference))
     except Missing as missing:
-        return Verdict(NOT_EQUAL, f"cannot be verified: {missing}")
+        return Certificate(NOT_EQUAL, f"cannot be verified: {missing}")
     except DataError as error:  # of its dump
-        return Verdict(NOT_EQUAL, str(error))
+        return Certificate(NOT_EQUAL, str(error))
 
 
-def check_delivered(model: Path, manifest: Path) -> Verdict:
+def check_delivered(model: Path, manifest: Path) -> Certificate:
     """Compare the files of a model, or of a run's final model, with a manifest."""
     tree = read_manifest(manifest)
     if not (model / "config.json").is_file() and (model / "final").is_dir():
         model = model / "final"
     if change := first_change(tree, model):
-        return Verdict(NOT_EQUAL, change)
-    return Verdict(
+        return Certificate(NOT_EQUAL, change)
+    return Certificate(
         RECOMPUTED,
         f"{len(tree['files'])} files are those of the manifest, whose SHA-256 is {sha256(manifest)}; only compared: "
         "whether its recipe makes these weights is verified with the run",
     )
 
 
-def keep(verdict: Verdict, directory: Path) -> None:
+def keep(verdict: Certificate, directory: Path) -> None:
     """Write the verdict to the run directory, for its report."""
     kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "code": verdict.code, "text": verdict.text}
     write_atomically(directory / VERIFIED, json.dumps(kept, indent=1) + "\n")
 
 
-def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, from_start: bool) -> Verdict:
+def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, from_start: bool) -> Certificate:
     directory, last = evidence.directory, evidence.last
     target = last if step is None else step
     if last and not 1 <= target <= last:
         raise RunError(f"{directory} has steps 1 to {last}; there is no step {target} to verify")
+    if last and not evidence.finished and step is None:
+        raise Missing(
+            f"{directory}/final does not exist: the run has {last} of {recipe.train.steps} steps; --step {last} "
+            "verifies these"
+        )
     if why := _irreproducible(evidence, recipe):
         evidence.check_log()
         evidence.check_files(evidence.finished)
-        return Verdict(
+        return Certificate(
             COMPARED,
             f"files intact, training not recomputed: {why}; only compared with their hashes: steps 1 to {last}"
             f"{', final/, summary' if evidence.finished else ''}, checkpoints and recipe",
@@ -92,14 +98,14 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
     start = None if from_start else evidence.checkpoint_before(target)
     evidence.check_log(range(1 if start is None else start + 1, target + 1))
     absent = evidence.check_files(evidence.finished)
-    if not evidence.finished and step is None:
-        raise Missing(
-            f"{directory}/final does not exist: the run has {last} of {recipe.train.steps} steps; --step {last} "
-            "verifies these"
-        )
     checkpoint = None if start is None else evidence.checkpoints.named(f"step-{start:06d}")
     work = Recomputation(evidence, recipe, checkpoint, target, out)
-    work.compute()
+    try:
+        work.compute()
+    except Interrupted:
+        raise
+    except PlauditError as error:
+        raise Missing(f"its steps cannot be computed again: {error}") from error
     return _equal(evidence, work, absent)
 
 
@@ -121,7 +127,7 @@ def _irreproducible(evidence: Evidence, recipe: RlRecipe) -> str | None:
     return None
 
 
-def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Verdict:
+def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Certificate:
     start, first, target = work.start, work.first, work.target
     span = _steps(first, target)
     origin = "the start" if start is None else start.path.name
@@ -153,7 +159,7 @@ def _equal(evidence: Evidence, work: Recomputation, absent: list[str]) -> Verdic
     if absent:
         text += f"; not there: {', '.join(absent)}"
     complete = work.finishes and work.recorded is None
-    return Verdict(RECOMPUTED if complete else COMPARED, f"{text}; {work.by}")
+    return Certificate(RECOMPUTED if complete else COMPARED, f"{text}; {work.by}")
 
 
 def _steps(first: int, last: int) -> str:

@@ -11,7 +11,7 @@ from plaudit.events import VERIFIED, EventLog
 from plaudit.report.history import read_history
 from plaudit.report.page import render_page
 from plaudit.report.terminal import print_report
-from plaudit.rl.verify import Verdict, keep
+from plaudit.rl.verify import Certificate, keep
 
 
 def write_run(directory: Path, *, apart: float, hashed: bool = True) -> Path:
@@ -29,7 +29,7 @@ def test_the_report_shows_hashes_agreement_and_the_verify_result(tmp_path: Path)
     run = write_run(tmp_path / "run", apart=0.0)
     line = "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner bit-identical in every step"
     assert read_history(run).proof == [line]
-    keep(Verdict(0, "equal to the bit: step 2, recomputed from the start"), run)
+    keep(Certificate(0, "equal to the bit: step 2, recomputed from the start"), run)
     history = read_history(run)
     assert history.proof[1].startswith("verified 20")
     assert history.proof[1].endswith(": equal to the bit: step 2, recomputed from the start")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaudit.rl.verify import Verdict, verify
+from plaudit.rl.verify import Certificate, verify
 from tests.command import plaudit_here
 from tests.train.forged import Event, drop, dump_of, forge, into_shards, log, nudge, replace, tensors, text, tree
 
@@ -443,7 +443,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return trained
 
 
-def verdict(run: Path, scratch: Path, from_start: bool = False) -> Verdict:
+def verdict(run: Path, scratch: Path, from_start: bool = False) -> Certificate:
     shutil.rmtree(scratch, ignore_errors=True)
     return verify(run, scratch, from_start=from_start)
 

@@ -185,9 +185,10 @@ def test_a_run_with_a_reward_model_is_verified(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_and_extended_run_is_verified(tmp_path: Path) -> None:
-    """Its log has the evaluation of what was the last step."""
-    run = trained(tmp_path / "run", **{"train.steps": 2, "train.schedule": "constant"})
-    sets = {**SMALL, "train.schedule": "constant", "train.steps": 4}
+    """Its log has an evaluation and samples of what was its last step, at which the recipe has none."""
+    keys = {"train.schedule": "constant", "train.eval_every": 3}
+    run = trained(tmp_path / "run", **{**keys, "train.steps": 2})
+    sets = {**SMALL, **keys, "train.steps": 4}
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     done = plaudit_here("train", "sums-grpo", "--out", str(run), "--resume", *words)
     assert done.returncode == 0, done.stderr
@@ -354,7 +355,11 @@ def test_missing_steps_are_rejected(run: Path, words: list[str], message: str) -
     ("old", "new", "why"),
     [
         ('name = "colocated"', 'name = "async"', "its placement is async with staleness = 1: which weights"),
-        ("[resources]", "[resources]\ntensor_parallel = 2", "it is over 2 ranks, whose summation order differs"),
+        (
+            "\ncontext_parallel = 1\ntensor_parallel = 1",
+            "\ntensor_parallel = 2",
+            "it is over 2 ranks, whose summation order differs",
+        ),
     ],
 )
 def test_what_cannot_be_reproduced_is_compared_and_the_reason_given(run: Path, old: str, new: str, why: str) -> None:
