@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-READING_LINES = 3000
+READING_LINES = 3500
 
 
 @pytest.mark.parametrize("script", ["docs/modules.py", "docs/keys.py", "docs/metrics.py"])
