@@ -72,7 +72,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     ),
 }  # fmt: skip
 
-GRPC_CALLS, GRPC_BYTES = 20, 60 << 20
+GRPC_CALLS, GRPC_BYTES = 20, (16 << 20) - 64  # below limits.grpc_message_bytes
 UNREAD_CONNECTIONS, UNREAD_REQUESTS = 60, 2000
 
 
@@ -81,7 +81,7 @@ def grpc_raw() -> bytes:
 
 
 def grpc_empty() -> bytes:
-    return b"\x2a\x00" * (GRPC_BYTES // 2)  # 31 million inputs
+    return b"\x2a\x00" * (GRPC_BYTES // 2)  # 8 million inputs
 
 
 def grpc_typed() -> bytes:
@@ -101,7 +101,11 @@ def varint(number: int) -> bytes:
 # name -> the message, and whether its calls have a key
 GRPC_ATTACKS: dict[str, tuple[Callable[[], bytes], bool]] = {
     f"gRPC, {what}{'' if key else ', no key'}": (message, key)
-    for what, message in (("60 MB raw", grpc_raw), ("60 MB typed", grpc_typed), ("60 MB of empty inputs", grpc_empty))
+    for what, message in (
+        ("16 MiB raw", grpc_raw),
+        ("16 MiB typed", grpc_typed),
+        ("16 MiB of empty inputs", grpc_empty),
+    )
     for key in (False, True)
 }
 UNREAD = "GET /docs, pipelined and never read"

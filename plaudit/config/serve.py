@@ -26,6 +26,9 @@ LAST_PARTS = ("attributes", "config", "stats", "ready", "infer")  # of Triton's 
 class LimitsTable(Table):
     body_bytes: PositiveInt = 64 * 2**20
     """Decompressed size of one request."""
+    grpc_message_bytes: PositiveInt = 16 * 2**20
+    """Size of one gRPC message, if body_bytes is not less: gRPC hands it over in one piece, which occupies the server's
+    event loop for 2 to 3 ms per MiB."""
     buffered_bytes: PositiveInt = 512 * 2**20
     """Total size of all requests in progress."""
     body_seconds: Positive = 30.0

@@ -62,7 +62,7 @@ class GrpcServer:
         self._app = app
         self._named = app.beside(Routes(self._routes()))
         self._copying = asyncio.Lock()  # one after the other, because a copy of 64 MiB holds the GIL
-        self._arrivals = Arrivals(app.admission.arriving, table.limits.body_bytes)
+        self._arrivals = Arrivals(app.admission.arriving, _most_bytes(table.limits))
         self._server = grpc.aio.server(options=_options(table.limits), maximum_concurrent_rpcs=table.limits.connections)
         services: dict[str, Mapping[str, Call]] = {
             SERVICE: self._methods(),
@@ -321,9 +321,13 @@ def _infer_response(content: bytes, size: int) -> bytes:
     return written
 
 
+def _most_bytes(limits: LimitsTable) -> int:
+    return min(limits.body_bytes, limits.grpc_message_bytes)
+
+
 def _options(limits: LimitsTable) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", limits.body_bytes), ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", _most_bytes(limits)), ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.header_bytes), ("grpc.so_reuseport", 0),
         ("grpc.http2.bdp_probe", 0),  # which would let a fast client send megabytes of a message that nobody reads yet
     ]  # fmt: skip
