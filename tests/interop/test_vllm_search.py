@@ -213,8 +213,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "no opening": {"add_generation_prompt": False, "return_token_ids": True},
 }
 CHATS = ("continued", "no opening", "kept stop string", "token ids", "prompt's ranks", "end token")
-# Where tokens are named by their ids vLLM's offsets count the characters of these names, ours those of the text.
-FREE = ("id", "created", "model", "system_fingerprint", "usage", "text_offset")
+# Where tokens are named by their ids vLLM's offsets count the characters of these names, ours those of the text; and
+# without an opening vLLM gives an answer the role of the last message.
+FREE = ("id", "created", "model", "system_fingerprint", "usage", "text_offset", "role")
 
 
 def alike(theirs: Any, ours: Any, at: str) -> None:
