@@ -41,7 +41,6 @@ def _inputs(path: str) -> list[Case]:
         "activated": {"input": [TEXT, OTHER], "use_activation": True},
         "activation null": {"input": TEXT, "use_activation": None},
         "no special tokens": {"input": TEXT, "add_special_tokens": False, "use_activation": False},
-        "unknown field": {"input": TEXT, "surprise": 1},
         "user and request_id": {"input": TEXT, "user": "me", "request_id": "abc"},
         "messages": {"messages": CHAT, "use_activation": False},
         "messages, user only": {"messages": CHAT[:1], "use_activation": False},
