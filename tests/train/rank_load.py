@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from plaudit.config.placement import ResourcesTable
-from plaudit.config.supervised import PolicyModelTable
+from plaudit.config.supervised import LoraTable, PolicyModelTable
 from plaudit.core.model.packing import pack
 from plaudit.models import load_policy, load_value
 from plaudit.models.heads.value_head import ValueModel
 from plaudit.train.optim.pipeline import stage_of
 from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards, packed_rows
-from plaudit.train.policy.rl_models import split_model
+from plaudit.train.policy import lora
+from plaudit.train.policy.rl_models import split_model, split_trained
 from plaudit.train.run.ranks import Ranks, join
 
 
@@ -71,15 +72,38 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
                 assert torch.equal(reloaded[name], tensor), (directory, kind, name)
 
 
+def check_gathered(directory: str, dtype: str, ranks: Ranks) -> None:
+    """The whole module on the main rank has the values of the files, buffers among them, with an adapter too, whose
+    merged weights are those of the files at the start."""
+    stored = load_policy(directory, dtype).module.state_dict()
+    for table in (None, LoraTable(rank=2)):
+        model = PolicyModelTable(path=directory, dtype=dtype, device="cpu", lora=table)
+        whole = split_trained(model, 1, None, ranks).gathered()
+        if whole is None:
+            continue
+        if table is not None:
+            whole = lora.merged(whole)
+        values = whole.state_dict()
+        assert values.keys() == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(values[name], tensor), (directory, table, name)
+
+
 def main() -> None:
     data, tensor, stages = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
-    table = ResourcesTable(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages, timeout=60.0)
+    mixtures = [each for each in sys.argv[4:] if Path(each).name in ("experts", "correction")]
+    expert = tensor if mixtures == sys.argv[4:] else 1  # else they are not split by tensor ranks
+    table = ResourcesTable(
+        data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=expert, timeout=60.0
+    )
     with join(table, "cpu") as ranks:
         for directory in sys.argv[4:]:
-            if tensor > 1 and Path(directory).name == "experts":
-                continue  # experts are not sharded this way
-            check(directory, "bfloat16" if Path(directory).name == "bf16" else "float32", ranks)
+            if tensor > 1 and expert == 1 and directory in mixtures:
+                continue
+            dtype = "bfloat16" if Path(directory).name == "bf16" else "float32"
+            check(directory, dtype, ranks)
+            check_gathered(directory, dtype, ranks)
 
 
 if __name__ == "__main__":

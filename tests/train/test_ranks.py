@@ -33,6 +33,7 @@ from plaudit.train.policy.rl_models import check_ranks
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
 from plaudit.train.run.run import Run
+from tests.core.mixtures import mixture
 from tests.core.tiny import model
 from tests.forked import ForkedCommand, run_all
 from tests.train.rank_save import tiny_of_sums
@@ -124,12 +125,12 @@ def test_context_parallel_ranks_match_transformers(ranks: int, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Untied and tied models, with a vocabulary that is not divisible; per-head norms; half precision; and a mixture,
-    whose files store experts separately."""
+    """Untied and tied models, with a vocabulary that is not divisible; per-head norms; half precision; and mixtures,
+    whose files store experts separately, one with a saved buffer."""
     root = tmp_path_factory.mktemp("models")
     modules = {
         "untied": model("llama"), "tied": model("gemma3"), "norms": model("qwen3"), "bf16": model("qwen2").bfloat16(),
-        "experts": model("mixtral"),
+        "experts": model("mixtral"), "correction": mixture("deepseek_v3"),
     }  # fmt: skip
     for name, module in modules.items():
         save(module, load_tokenizer(resolve("sums")), root / name)
@@ -145,6 +146,12 @@ def test_every_rank_reads_and_writes_its_part_of_a_model_bit_for_bit(
 ) -> None:
     """A shape is data, tensor and pipeline parallel."""
     fork_ranks(math.prod(shape), ["-m", "tests.train.rank_load", *map(str, shape), *directories], tmp_path)
+
+
+@SLOW
+def test_tensor_ranks_with_their_own_experts_gather_saved_buffers(directories: list[str], tmp_path: Path) -> None:
+    correction = [directory for directory in directories if Path(directory).name == "correction"]
+    fork_ranks(2, ["-m", "tests.train.rank_load", "1", "2", "1", *correction], tmp_path)
 
 
 @SLOW

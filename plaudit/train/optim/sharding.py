@@ -154,9 +154,11 @@ class Shards:
     def gathered(self) -> nn.Module | None:
         """The whole module on the CPU of the main rank, for saving; None on the others. Collective."""
         whole = _copied(self.skeleton, "cpu") if self.everyone.index == 0 else None
-        targets = {} if whole is None else dict(whole.named_parameters())
+        targets = {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        parameters = [name for name, _ in self.skeleton.named_parameters()]
+        buffers = [name for name, _ in self.skeleton.named_buffers() if name in self.blanks]  # the others are not saved
         with torch.no_grad():
-            for name, _ in self.skeleton.named_parameters():
+            for name in parameters + buffers:
                 full = self.full(name)
                 if whole is not None:
                     targets[name].copy_(full)
@@ -295,8 +297,12 @@ def split_of(parameter: DTensor) -> tuple[tuple[int, int, int], ...]:
 
 
 def _copied(module: nn.Module, device: str) -> nn.Module:
-    """The module with empty parameters on a device; tied ones stay tied."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) for p in module.parameters()}
+    """The module with empty parameters on a device, and there also those buffers that have no values; tied ones stay
+    tied."""
+    empty: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) for p in module.parameters()
+    }
+    empty |= {id(b): torch.empty_like(b, device=device) for b in module.buffers() if b.is_meta}
     return copy.deepcopy(module, empty)
 
 
