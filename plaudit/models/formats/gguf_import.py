@@ -15,8 +15,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import seeded
+from plaudit.models.imported import check_imported, set_ends
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
+
+# Byte-level vocabularies that llama.cpp begins with the begin token where a file does not say it.
+BEGINNING = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+)  # fmt: skip
 
 
 def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:
@@ -39,7 +45,30 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
         raise ModelError(f"{source} has no usable tokenizer; import a file that has tokens and an eos token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return save(module, tokenizer, directory)
+    bos, eos = _adds(source)
+    set_ends(tokenizer, bos, eos)
+    before, behind = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
+    path = save(module, tokenizer, directory)
+    del module  # the check reads what was written
+    check_imported(path, before, behind)
+    return path
+
+
+def _adds(source: Path) -> tuple[bool, bool]:
+    """Whether the file's tokenizer begins a text with its begin token, and ends it with its end token. Where the file
+    does not say it, by the rule of llama.cpp for its kind of vocabulary."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(source).fields
+
+    def said(name: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    kind, bos, eos = said("model"), said("add_bos_token"), said("add_eos_token")
+    if bos is None:
+        bos = kind in ("llama", "bert") or (kind == "gpt2" and said("pre") in BEGINNING)
+    return bool(bos), kind in ("bert", "t5") if eos is None else bool(eos)
 
 
 def _fill(module: Any, source: Path, dtype: torch.dtype) -> None:
