@@ -85,9 +85,11 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub; its name then works wherever a model is expected."""
     from plaudit.models.hub import pull as download
+    from plaudit.models.imported import check_pulled
 
+    directory = download(name)
     with _noted():
-        directory = download(name)
+        check_pulled(directory)
     typer.echo(f"{name}: {directory}")
 
 

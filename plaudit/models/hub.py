@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 
 from plaudit.errors import ModelError
@@ -62,26 +61,7 @@ def pull(name: str) -> Path:
         ) from None
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"{name} has no .safetensors file; pickled weights are not read")
-    _check(directory)
     return directory
-
-
-def _check(directory: Path) -> None:
-    """transformers follows tokenizer.json; where the tokenizer's config says otherwise, one of the two is wrong."""
-    from plaudit.models.imported import check_imported  # loads torch
-    from plaudit.models.safety import read_json
-    from plaudit.models.text import added_ids, load_tokenizer
-
-    check_imported(directory)
-    file = directory / "tokenizer_config.json"
-    config = read_json(file) if file.is_file() else {}
-    for name, adds in zip(("add_bos_token", "add_eos_token"), added_ids(load_tokenizer(directory)), strict=True):
-        if isinstance(config.get(name), bool) and config[name] != bool(adds):
-            warnings.warn(
-                f"{file} says {name} = {str(config[name]).lower()}, but the tokenizer itself adds "
-                f"{adds or 'nothing'} to a text, which is used: compare with the texts the model was trained on",
-                stacklevel=3,
-            )
 
 
 def _snapshot(name: str, *, local: bool) -> Path:

@@ -11,14 +11,24 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError
+from plaudit.models.formats.gguf_import import convert_gguf
 from plaudit.models.known_text import KNOWN_TEXT
 from plaudit.models.load import kind_of, load_policy
 from plaudit.models.memory import free_memory
 from plaudit.models.positions import longest_sequence
+from plaudit.models.safety import read_json
 from plaudit.models.text import added_ids, load_tokenizer
 
 LIKELY = 100.0  # perplexity of KNOWN_TEXT; language models of 135M weights and more have 5 to 15
+UNKNOWN = 0.1  # share of unknown tokens from which on it is no text of the model's language
 READ = 0.5  # of the free memory that the weights may take
+
+
+def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:
+    """Write the model, its tokenizer and its chat template to `directory`, and check them."""
+    path, before, behind = convert_gguf(gguf_path, directory, dtype)
+    check_imported(path, before, behind)
+    return path
 
 
 def set_ends(tokenizer: PreTrainedTokenizerFast, bos: bool, eos: bool) -> None:
@@ -41,12 +51,33 @@ def check_imported(directory: Path, before: Sequence[int] | None = None, behind:
         warnings.warn(note, stacklevel=3)
 
 
+def check_pulled(directory: Path) -> None:
+    """The same of a directory of the hub. transformers follows tokenizer.json; where the tokenizer's config says
+    otherwise, one of the two is wrong."""
+    check_imported(directory)
+    file = directory / "tokenizer_config.json"
+    config = read_json(file) if file.is_file() else {}
+    for name, adds in zip(("add_bos_token", "add_eos_token"), added_ids(load_tokenizer(directory)), strict=True):
+        if isinstance(config.get(name), bool) and config[name] != bool(adds):
+            warnings.warn(
+                f"{file} says {name} = {str(config[name]).lower()}, but the tokenizer itself adds {adds or 'nothing'} "
+                "to a text, which is used: compare with the texts the model was trained on",
+                stacklevel=2,
+            )
+
+
 def _unlikely(directory: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     size, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), free_memory()
     if free is not None and size > READ * free:
         return (
             f"{directory} was not tried on a text: its weights take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of "
             "memory are free"
+        )
+    ids: list[int] = tokenizer(KNOWN_TEXT)["input_ids"]
+    if (unknown := ids.count(tokenizer.unk_token_id)) > UNKNOWN * len(ids):
+        return (
+            f"{directory} was not tried on a text: its tokenizer reads {unknown} of {len(ids)} tokens of an English "
+            "text as unknown"
         )
     value = perplexity(directory, tokenizer)
     if value < LIKELY:

@@ -15,7 +15,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import seeded
-from plaudit.models.imported import check_imported, set_ends
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
 
@@ -25,8 +24,11 @@ BEGINNING = (
 )  # fmt: skip
 
 
-def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:
-    """Write the model, its tokenizer and its chat template to `directory`."""
+def convert_gguf(
+    gguf_path: str | Path, directory: str | Path, dtype: str = "float32"
+) -> tuple[Path, list[int], list[int]]:
+    """Write the model, its tokenizer and its chat template to `directory`. Also returns the tokens that by the file
+    come before a text and behind it."""
     source = Path(gguf_path)
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
@@ -46,12 +48,8 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     bos, eos = _adds(source)
-    set_ends(tokenizer, bos, eos)
-    before, behind = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
-    path = save(module, tokenizer, directory)
-    del module  # the check reads what was written
-    check_imported(path, before, behind)
-    return path
+    tokenizer.add_bos_token, tokenizer.add_eos_token = bos, eos
+    return save(module, tokenizer, directory), [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
 
 
 def _adds(source: Path) -> tuple[bool, bool]:
