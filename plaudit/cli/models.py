@@ -1,5 +1,8 @@
 """`plaudit generate`, `score`, `import`: commands for a single model."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -82,8 +85,12 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub; its name then works wherever a model is expected."""
     from plaudit.models.hub import pull as download
+    from plaudit.models.imported import check_pulled
 
-    typer.echo(f"{name}: {download(name)}")
+    directory = download(name)
+    with _noted():
+        check_pulled(directory)
+    typer.echo(f"{name}: {directory}")
 
 
 @app.command("import")
@@ -105,8 +112,20 @@ def import_model(
     """Convert a GGUF file or a .nemo archive to a Hugging Face model directory."""
     from plaudit.models import import_gguf, import_nemo, smollm2_gguf
 
-    if source.endswith(".nemo") or (Path(source) / "model_config.yaml").is_file():
-        import_nemo(source, out, dtype=dtype, tokenizer=tokenizer)
-    else:
-        import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
+    with _noted():
+        if source.endswith(".nemo") or (Path(source) / "model_config.yaml").is_file():
+            import_nemo(source, out, dtype=dtype, tokenizer=tokenizer)
+        else:
+            import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
     typer.echo(f"converted {source} to a Hugging Face model in {out}")
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Print what an import warns of, a line each."""
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for note in notes:
+        if note.category is UserWarning:
+            typer.echo(f"warning: {note.message}", err=True)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from plaudit.models.chat.chat import render_chat as render_chat
     from plaudit.models.chat.chat import render_chats as render_chats
     from plaudit.models.chat.chat import render_text as render_text
-    from plaudit.models.formats.gguf_import import import_gguf as import_gguf
     from plaudit.models.fresh import new_llama as new_llama
     from plaudit.models.heads.value_head import ValueModel as ValueModel
+    from plaudit.models.imported import import_gguf as import_gguf
     from plaudit.models.load import Kind as Kind
     from plaudit.models.load import Loaded as Loaded
     from plaudit.models.load import choose_device as choose_device
@@ -39,7 +39,7 @@ _HOMES = {
     "embedded_names": "catalog",
     "encode": "text",
     "has_chat_template": "chat.chat",
-    "import_gguf": "formats.gguf_import",
+    "import_gguf": "imported",
     "import_nemo": "nemo.archive",
     "load_any": "load",
     "load_policy": "load",

@@ -66,9 +66,9 @@ def smollm2_directory() -> Path:
     directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
     if (directory / CONFIG).is_file():
         return directory
-    from plaudit.models.formats.gguf_import import import_gguf
+    from plaudit.models.formats.gguf_import import convert_gguf
 
-    return import_gguf(file, directory)
+    return convert_gguf(file, directory)[0]
 
 
 def _in_directory(path: Path) -> Path:

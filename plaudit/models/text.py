@@ -75,9 +75,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str, control: bool = False)
 
 def bos_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """What the tokenizer itself puts before a text: its begin token, or nothing."""
-    encoding = tokenizer("a", return_special_tokens_mask=True)
-    ids: list[int] = encoding["input_ids"]
-    return ids[: encoding["special_tokens_mask"].index(0)]
+    return added_ids(tokenizer)[0]
+
+
+def added_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """What the tokenizer itself puts before a text and behind it. Found by its ids: a text may consist of special
+    tokens, such as the unknown one."""
+    ids: list[int] = tokenizer("a")["input_ids"]
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    first = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+    return ids[:first], ids[first + len(plain) :]
 
 
 def refuse_surrogates(text: str) -> None:

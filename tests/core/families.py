@@ -113,6 +113,7 @@ FITTED: dict[str, dict[str, Any]] = {
 # Features that a family has only if its config enables them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text, use_bidirectional_attention": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "falcon_h1, mamba_rms_norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "granite, all multipliers": (
         "granite",
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
@@ -185,11 +186,15 @@ def _tokenizer() -> Any:
 def on_disk(case: Case, directory: Path) -> Path:
     """Saves the model with random weights large enough that every factor has an effect. Where plain transformers cannot
     build the model, only its config is saved."""
-    config = tiny_config(case)
+    return saved(MAPPINGS[case.kind][0], tiny_config(case), directory)
+
+
+def saved(auto: Any, config: Any, directory: Path) -> Path:
+    """The same of a class of transformers and a small config."""
     tokenizer = _tokenizer()
     torch.manual_seed(7)
     try:
-        module = MAPPINGS[case.kind][0].from_config(config, attn_implementation="eager")
+        module = auto.from_config(config, attn_implementation="eager")
     except Exception:
         directory.mkdir()
         config.save_pretrained(directory)

@@ -146,3 +146,13 @@ def test_paths_are_not_hub_names() -> None:
     assert is_hub_name("org/model@refs/pr/1")
     for path in ("runs/sums-sft/final", "../model", "./model", "/models/x", "~/x", "a/..", "model"):
         assert not is_hub_name(path)
+
+
+def test_a_pulled_tokenizer_that_differs_from_its_config_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(MODEL["tokenizer_config.json"])
+    said = json.dumps({**config, "add_bos_token": False, "add_eos_token": True}).encode()
+    monkeypatch.setitem(REPOSITORIES, "org/tiny", {**MODEL, "tokenizer_config.json": said})
+    process = plaudit_here("pull", "org/tiny")
+    assert process.returncode == 0, process.stderr
+    assert "says add_eos_token = true, but the tokenizer itself adds nothing to a text" in process.stderr
+    assert "English text as unknown" in process.stderr

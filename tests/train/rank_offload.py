@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from plaudit.config.placement import ResourcesTable
 from plaudit.core.model.decoder import Decoder
+from plaudit.models.memory import free_memory
 from plaudit.records import Batch
 from plaudit.train.optim import host_optimizer
-from plaudit.train.optim.host_memory import free_memory, gib, shortage
+from plaudit.train.optim.host_memory import gib, shortage
 from plaudit.train.optim.optimizer import local
 from plaudit.train.optim.sharded_optimizer import ShardedHostOptimizer, new_optimizer
 from plaudit.train.optim.sharding import Shards

@@ -180,7 +180,7 @@ class Decoder:
     @property
     def plain_logits(self) -> bool:
         """Whether the logits are used as the head computes them."""
-        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
         return all(getattr(self.config, name, None) is None for name in names)
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -189,8 +189,9 @@ class Decoder:
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        if (factor := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * factor
+        for name in ("logit_scale", "lm_head_multiplier"):
+            if (factor := getattr(self.config, name, None)) is not None:
+                logits = logits * factor
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             logits = logits / divisor
         return logits

@@ -154,12 +154,27 @@ def pack_mixers(module: nn.Module) -> None:
     parts = mixers_of(module)
     for part in parts:
         part.forward = MethodType(_packed_forward, part)
+        for child in part.children():
+            if hasattr(child, "norm_before_gate"):
+                child.forward = MethodType(_single_rows, child)
         if bounded(part) and not hasattr(getattr(home := sys.modules[type(part).__module__], STATE_STEP), "limits"):
             setattr(home, STATE_STEP, _with_limits(getattr(home, STATE_STEP)))
     if parts:
         for model in module.modules():
             if isinstance(model, PreTrainedModel):  # the module or, inside a wrapper, the model and its trunk
                 setattr(model, PACKED, True)
+
+
+def _single_rows(self: nn.Module, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Falcon-H1's gated norm drops the dimension of a single token, so that several sequences with one token each
+    (B, 1, width) get the product of all pairs; (1, B, width) are the same rows."""
+    forward: Any = type(self).forward
+    if hidden_states.ndim < 3 or hidden_states.shape[1] > 1:
+        normed: Tensor = forward(self, hidden_states, gate)
+        return normed
+    rows, gates = (None if x is None else x.transpose(0, 1) for x in (hidden_states, gate))
+    single: Tensor = forward(self, rows, gates).reshape(hidden_states.shape)
+    return single
 
 
 def layout_arguments(trunk: nn.Module, layout: Any) -> dict[str, Any]:

@@ -18,9 +18,17 @@ from plaudit.models.fresh import seeded
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
 
+# Byte-level vocabularies that llama.cpp begins with the begin token where a file does not say it.
+BEGINNING = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+)  # fmt: skip
 
-def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:
-    """Write the model, its tokenizer and its chat template to `directory`."""
+
+def convert_gguf(
+    gguf_path: str | Path, directory: str | Path, dtype: str = "float32"
+) -> tuple[Path, list[int], list[int]]:
+    """Write the model, its tokenizer and its chat template to `directory`. Also returns the tokens that by the file
+    come before a text and behind it."""
     source = Path(gguf_path)
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
@@ -39,7 +47,26 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
         raise ModelError(f"{source} has no usable tokenizer; import a file that has tokens and an eos token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return save(module, tokenizer, directory)
+    bos, eos = _adds(source)
+    tokenizer.add_bos_token, tokenizer.add_eos_token = bos, eos
+    return save(module, tokenizer, directory), [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
+
+
+def _adds(source: Path) -> tuple[bool, bool]:
+    """Whether the file's tokenizer begins a text with its begin token, and ends it with its end token. Where the file
+    does not say it, by the rule of llama.cpp for its kind of vocabulary."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(source).fields
+
+    def said(name: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    kind, bos, eos = said("model"), said("add_bos_token"), said("add_eos_token")
+    if bos is None:
+        bos = kind in ("llama", "bert") or (kind == "gpt2" and said("pre") in BEGINNING)
+    return bool(bos), kind in ("bert", "t5") if eos is None else bool(eos)
 
 
 def _fill(module: Any, source: Path, dtype: torch.dtype) -> None:

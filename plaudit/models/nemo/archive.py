@@ -22,11 +22,12 @@ from transformers import AutoModelForSequenceClassification, GPT2Tokenizer, Llam
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import seeded
+from plaudit.models.imported import check_imported, set_ends
 from plaudit.models.nemo.layout import converted
 from plaudit.models.nemo.tensors import read_tensors
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
-from plaudit.models.text import load_tokenizer, tokenizer_in
+from plaudit.models.text import added_ids, load_tokenizer, tokenizer_in
 
 CONFIG = "model_config.yaml"
 HEAD, BIAS = "rm_head.weight", "rm_head.bias"
@@ -42,11 +43,15 @@ def import_nemo(
     with _unpacked(Path(source), Path(directory)) as folder:
         cfg = _config(folder)
         texts = _named_tokenizer(tokenizer) if tokenizer is not None else _tokenizer(folder, cfg)
+        if tokenizer is None:  # NeMo encodes without special tokens; reward.toml says whether an end token follows
+            set_ends(texts, False, False)
         stored = read_tensors(folder)
         head, bias = _head(stored, cfg)
         model_config, tensors = converted(cfg, {n: t for n, t in stored.items() if not n.endswith(BIAS)}, len(head))
     module = _filled(model_config, tensors, DTYPES[dtype])
-    return save(module, texts, directory, reward=_reward(cfg, bias))
+    path = save(module, texts, directory, reward=_reward(cfg, bias))
+    check_imported(path, *added_ids(texts))
+    return path
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from plaudit.models import choose_device, resolve
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.formats.quantised import read_model
 from plaudit.models.gpu import SMALLEST, check_device
-from plaudit.train.optim.host_memory import CURE, free_memory, gib, shortage
+from plaudit.models.memory import free_memory
+from plaudit.train.optim.host_memory import CURE, gib, shortage
 from plaudit.train.run.ranks import ONE, Group
 
 BytesByOwner = dict[str, int]

@@ -6,21 +6,14 @@ import platform
 from collections import Counter
 from pathlib import Path
 
+from plaudit.models.memory import free_memory
 from plaudit.train.run.ranks import ONE, Group
 
 CURE = (
     "train with model.lora, or over more machines, or set train.offload_optimizer = false and share the model out over "
     "more GPUs"
 )
-_MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
-
-
-def free_memory() -> int | None:
-    """Free bytes of this machine's memory; None where the system does not report them."""
-    if not _MEMINFO.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def shortage(needed: int, everyone: Group = ONE) -> str:
