@@ -107,9 +107,13 @@ class Recomputation:
             if self.recorded is not None:
                 training.before = training.before or {"length": 1.0}
             training.rollouts = Until(training.rollouts, self.target, self.finishes)
-            self._compare_source()
+            try:
+                self._compare_source()
+            except Different:
+                training.close()
+                raise
             with suppress(TargetReached):
-                training.fit()
+                training.fit()  # closes it
         self._compare_evaluations()
         if self.finishes:
             self._compare(self.evidence.directory / "final", self.out / "final")

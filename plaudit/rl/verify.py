@@ -76,14 +76,16 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
     target = last if step is None else step
     if last and not 1 <= target <= last:
         raise RunError(f"{directory} has steps 1 to {last}; there is no step {target} to verify")
-    if last and not evidence.finished and step is None:
+    why = _irreproducible(evidence, recipe)
+    start = None if from_start else evidence.checkpoint_before(target)
+    evidence.check_log(() if why else range(1 if start is None else start + 1, target + 1))
+    absent = evidence.check_files(evidence.finished)
+    if not evidence.finished and step is None:
         raise Missing(
-            f"{directory}/final does not exist: the run has {last} of {recipe.train.steps} steps; --step {last} "
-            "verifies these"
+            f"{directory} has {last} of {recipe.train.steps} steps, and with them no final model; --step {last} "
+            "verifies the steps"
         )
-    if why := _irreproducible(evidence, recipe):
-        evidence.check_log()
-        evidence.check_files(evidence.finished)
+    if why:
         return Certificate(
             COMPARED,
             f"files intact, training not recomputed: {why}; only compared with their hashes: steps 1 to {last}"
@@ -95,9 +97,6 @@ def _verify(evidence: Evidence, recipe: RlRecipe, out: Path, step: int | None, f
             f"the run was resumed with another {key} at step {number}, so no one recipe makes all steps; without "
             "--from-start the steps since a checkpoint are recomputed"
         )
-    start = None if from_start else evidence.checkpoint_before(target)
-    evidence.check_log(range(1 if start is None else start + 1, target + 1))
-    absent = evidence.check_files(evidence.finished)
     checkpoint = None if start is None else evidence.checkpoints.named(f"step-{start:06d}")
     work = Recomputation(evidence, recipe, checkpoint, target, out)
     try:

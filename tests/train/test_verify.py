@@ -277,7 +277,7 @@ def test_an_unfinished_run_has_steps_and_no_final_model(run: Path) -> None:
     forge(run)
     done = plaudit_here("verify", str(run))
     assert done.returncode == 1, done.stdout
-    assert "final does not exist: the run has 3 of 5 steps; --step 3 verifies these" in done.stdout
+    assert "has 3 of 5 steps, and with them no final model; --step 3 verifies the steps" in done.stdout
 
 
 def test_a_run_of_an_earlier_version_is_named(run: Path) -> None:
