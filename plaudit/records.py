@@ -73,8 +73,9 @@ class Item:
         if sum(given) != 1:
             forms = list(compress(("prompt", "messages", "text", "tokens"), given))
             raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
-        if self.cut and forms[0] in ("text", "tokens"):
-            raise ValueError(f"an Item with {forms[0]} is read as it is; cut is for prompt + response and messages")
+        if self.cut and (self.text is not None or self.tokens is not None):
+            form = "text" if self.tokens is None else "tokens"
+            raise ValueError(f"an Item with {form} is read as it is; cut is for prompt + response and messages")
 
 
 @dataclass(frozen=True, slots=True)

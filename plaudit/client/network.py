@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ from plaudit.client.grpc_transport import SCHEMES, GrpcTransport, require_grpc
 from plaudit.errors import ConfigError, RewardUnavailable
 
 UNIX = "unix:"
+# httpx imports these with its first connection. If another thread forks meanwhile, the child finds their import locks
+# held by a thread that it does not have, and hangs.
+for _module in ("certifi", "h11", "httpcore", "httpcore._backends.anyio", "anyio._backends._asyncio", "sniffio"):
+    with suppress(ImportError):
+        importlib.import_module(_module)
 StrPath = str | Path
 
 

@@ -107,8 +107,8 @@ def test_info_and_health(server: ServerProcess) -> None:
         ("/predict", {"inputs": "a", "truncation_direction": "up"}, 422, "Validation"),
         ("/rerank", {"query": "a", "texts": []}, 400, "Empty"),
         ("/rerank", {"query": 5, "texts": ["a"]}, 422, "Validation"),
-        ("/", {"inputs": {"a": 1}}, 422, "Validation"),
-        ("/", {"inputs": []}, 400, "Empty"),
+        ("/", {"inputs": {"a": 1}, "parameters": {}}, 422, "Validation"),
+        ("/", {"inputs": [], "parameters": {}}, 400, "Empty"),
     ],
 )
 def test_errors_have_teis_format(

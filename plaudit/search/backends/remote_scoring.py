@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from plaudit.config.reward import OutcomeTable, ProcessTable
 from plaudit.config.search import OrmTable, PrmTable
@@ -81,11 +81,15 @@ class RemoteScorer:
         except Refused as error:
             return Scored(error=f"{error.type}: {error}")
         if self.whole:
-            return whole_score(self.reading.finish(replace(work, positions=(len(work.tokens) - 1,)), self._send(work)))
+            return whole_score(
+                self.reading.finish(structs.replace(work, positions=(len(work.tokens) - 1,)), self._send(work))
+            )
         if work.steps != len(path.steps):
             return Scored(error=mismatch(work.steps, len(path.steps)))
         # Earlier steps were scored when they were the last.
-        return whole_score(self.reading.finish(replace(work, positions=work.positions[-1:], steps=1), self._send(work)))
+        return whole_score(
+            self.reading.finish(structs.replace(work, positions=work.positions[-1:], steps=1), self._send(work))
+        )
 
     def _reply(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
         named = {} if self.table.model is None else {"model": self.table.model}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from plaudit.config.search import OrmTable, PrmTable, SearchRecipe
 from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
@@ -60,7 +60,7 @@ class LocalScorer:
                 works.append(Scored(error=f"{error.type}: {error}"))
                 continue
             fits = work.steps == len(path.steps)
-            last = replace(work, positions=work.positions[-1:], steps=1)
+            last = structs.replace(work, positions=work.positions[-1:], steps=1)
             works.append(last if fits else Scored(error=mismatch(work.steps, len(path.steps))))
         return works
 
