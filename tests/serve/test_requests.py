@@ -406,7 +406,9 @@ def _steps(target: Target, prompt: str, *responses: Any) -> list[list[float]]:
 def test_nan_scores_are_item_errors(target: Target) -> None:
     """A21: a non-finite score is an error of its item, is counted, and never reaches JSON."""
     before = target.server.metric("plaudit_errors_total", type="nonfinite_score")
-    reply = target.server.rewards([{"text": "4+4=8"}, {"text": "4+5=2"}, {"prompt": "4+5=", "responses": ["#2", "#8"]}], "broken")
+    reply = target.server.rewards(
+        [{"text": "4+4=8"}, {"text": "4+5=2"}, {"prompt": "4+5=", "responses": ["#2", "#8"]}], "broken"
+    )
     assert reply.status_code == 200
     assert b"NaN" not in reply.content
     good, bad, mixed = reply.json()["items"]
