@@ -85,9 +85,9 @@ def test_wheel_has_every_module_and_they_load_without_plaudit(wheel: Path) -> No
     )
 
 
-def test_client_depends_only_on_httpx_and_msgspec() -> None:
+def test_client_depends_only_on_httpx_and_msgspec_and_what_httpx_looks_for() -> None:
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == ["httpx>=0.24", "msgspec>=0.18"]
+    assert project["dependencies"] == ["httpx>=0.24", "msgspec>=0.18", "sniffio>=1.3"]
     assert project["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -133,18 +133,19 @@ AttentionMaskInterface.register(OWN, eager_mask)
 def eager(module: Any) -> Iterator[None]:
     """Use the module's own eager attention in this context, in half precision on float32, and its experts one by one:
     torch's product of all of them has no float64."""
-    before = module.config._attn_implementation
-    experts = module.get_experts_implementation() if module._can_set_experts_implementation() else None
+    model: Any = getattr(module, "trunk", module)  # of a value model
+    before = model.config._attn_implementation
+    experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
     buffers = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    module.set_attn_implementation(OWN if next(module.parameters()).dtype in HALVES else "eager")
+    model.set_attn_implementation(OWN if next(module.parameters()).dtype in HALVES else "eager")
     if experts is not None:
-        module.set_experts_implementation("eager")
+        model.set_experts_implementation("eager")
     try:
         yield
     finally:
-        module.set_attn_implementation(before)
+        model.set_attn_implementation(before)
         if experts is not None:
-            module.set_experts_implementation(experts)
+            model.set_experts_implementation(experts)
         for part, values in buffers:  # a rotary embedding may replace its own, in the dtype of this context
             part._buffers.update(values)
 
