@@ -106,7 +106,7 @@ def check(out: Path, case: str) -> None:
         if name == "tokens":
             assert actual[name].tolist() == values.tolist()
         else:
-            assert np.abs(actual[name] - values).max() < 1e-5, name
+            assert np.abs(actual[name] - values).max() < 2e-5, name
 
 
 @pytest.mark.gpu

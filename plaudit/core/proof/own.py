@@ -138,8 +138,9 @@ def eager(module: Any) -> Iterator[None]:
     experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
     buffers = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     model.set_attn_implementation(OWN if next(module.parameters()).dtype in HALVES else "eager")
-    if experts is not None:
-        model.set_experts_implementation("eager")
+    if experts is not None:  # one by one they must be whole: a rank's share of them is computed in one product
+        shared = any(getattr(part, "_is_expert_parallel", False) for part in module.modules())
+        model.set_experts_implementation("batched_mm" if shared else "eager")
     try:
         yield
     finally:
