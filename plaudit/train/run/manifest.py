@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from plaudit import __version__
 from plaudit.errors import ModelError, RunError
 from plaudit.models.digest import digest, set_of
 from plaudit.output import write_atomically
@@ -30,7 +30,7 @@ def write_manifest(run: Run, source: str, chain: str, summary: Mapping[str, Any]
     content = digest(run.final)
     checkpoints = run.checkpoints
     tree = {
-        "plaudit": version("plaudit"),
+        "plaudit": __version__,
         "task": summary["task"],
         "steps": summary["steps"],
         "source": source,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plaudit import __version__
 from plaudit.events import LOG, EventLog, finite, read_valid
 from plaudit.metrics import of_machine
 from plaudit.records import Sample
@@ -142,4 +143,6 @@ def made_by(module: nn.Module) -> str:
 
 @cache
 def _libraries() -> str:
-    return ", ".join(f"{each} {version(each)}" for each in ("plaudit", "torch", "transformers"))
+    # Not from the package's metadata, which a source tree that is not installed does not have.
+    libraries = (f"{each} {version(each)}" for each in ("torch", "transformers"))
+    return ", ".join((f"plaudit {__version__}", *libraries))
