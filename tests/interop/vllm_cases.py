@@ -35,7 +35,6 @@ def _inputs(path: str) -> list[Case]:
         "token lists": {"input": [TOKENS, TOKENS[:3]]},
         "same twice": {"input": [TEXT, TEXT]},
         "control strings": {"input": "a<|eot_id|>b"},
-        "begin token written": {"input": "<|begin_of_text|>ab"},
         "accents": {"input": "déjà vu ☃ 你好"},
         "raw": {"input": [TEXT, OTHER], "use_activation": False},
         "activated": {"input": [TEXT, OTHER], "use_activation": True},
@@ -206,6 +205,7 @@ def _differences(path: str) -> list[Case]:
     guarded = [{"role": "user", "content": "a<|eot_id|>b"}]
     bodies: list[tuple[str, Any, str]] = [
         ("control strings in a message", {"messages": guarded}, "content cannot pose as a control token here"),
+        ("begin token written", {"input": "<|begin_of_text|>ab"}, "a begin token in the text is not doubled here"),
         ("misspelt", {"input": TEXT, "use_activaton": False}, "a field without an effect is refused by name"),
         ("tokens added to messages", {"messages": CHAT, "add_special_tokens": True}, "not supported, and said so"),
         ("unknown role", {"messages": [{"role": "narrator", "content": "x"}]}, "a role reaches the template unguarded"),
