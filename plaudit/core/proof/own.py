@@ -84,17 +84,17 @@ class Choices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        own = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in TOPK:
-            return own
+            return result
         if not self.replays:
-            self.recorded.append(own[1])
-            return own
+            self.recorded.append(result[1])
+            return result
         self._used += 1
-        at = self.recorded[self._used - 1] if self._used <= len(self.recorded) else own[1]
-        if at.shape != own[1].shape:
-            return own
-        return torch.return_types.topk((args[0].gather(-1, at), at))
+        chosen = self.recorded[self._used - 1] if self._used <= len(self.recorded) else result[1]
+        if chosen.shape != result[1].shape:
+            return result
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def of_rows(self, first: int, count: int, total: int) -> list[Tensor]:
         """What was recorded for some of the rows."""
